@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Rooms whose tests start other programs come first, so that no worker ends on a long one.
 FIRST_ROOMS = ("examples", "building", "context_parallel", "benchmarks", "surfaces")
-# Fixtures that a module keeps, processes or a trained model: one worker runs what uses one of them.
+# Fixtures that are kept, processes or a trained model: one worker runs what a module asks of one.
 KEPT = ("two", "four", "demo", "losses_of_one_process")
 
 
@@ -124,14 +124,14 @@ def check(request: pytest.FixtureRequest) -> Check:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks

@@ -1,4 +1,6 @@
-"""A copy of the project to build, with setup.py or as a front end does, without a compiler."""
+"""Folders that tests of the build make: a copy of the project to build, with setup.py or as a front
+end does, without a compiler, and headers of CUTLASS.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ BUILT_ELSEWHERE = ("build", "dist", "include", "__pycache__", ".*", "*.egg-info"
 # Put behind the definitions that it replaces.
 BUILD_WITHOUT_COMPILER = """
 
+_chosen = choose_backend
+
+
 def choose_backend() -> Choice:
-    return Choice(Backend.cuda, "a test")
+    return Choice(Backend.cuda, "a test") if os.environ[BACKEND_VARIABLE] == "auto" else _chosen()
 
 
 def build(*options: object) -> Path:
@@ -34,7 +39,7 @@ def build(*options: object) -> Path:
 """
 
 
-def has_setuptools() -> bool:
+def _has_setuptools() -> bool:
     """Asked without an import, which this late may fail: something else imported distutils."""
     try:
         numbers = re.findall(r"\d+", version("setuptools"))
@@ -44,17 +49,16 @@ def has_setuptools() -> bool:
 
 
 def copy_tree(folder: Path) -> Path:
-    """The project as it is checked out, to build; skips the test where nothing can be built."""
-    if not has_setuptools():
+    """The project as it is checked out, whose builds have an empty file for an extension; skips the
+    test where nothing can be built.
+    """
+    if not _has_setuptools():
         pytest.skip("needs setuptools 77.0.3")
     ignored = shutil.ignore_patterns(*BUILT_ELSEWHERE, CHOICE_NAME)
-    return Path(shutil.copytree(REPO, folder / "tree", ignore=ignored))
-
-
-def pretend_to_compile(tree: Path) -> None:
-    """Gives what is built of ``tree`` an empty file for an extension."""
+    tree = Path(shutil.copytree(REPO, folder / "tree", ignore=ignored))
     with (tree / "build_tools/build_extension.py").open("a") as file:
         file.write(BUILD_WITHOUT_COMPILER)
+    return tree
 
 
 def pretend_torch(folder: Path, release: str, cuda: str | None) -> Path:
@@ -88,7 +92,10 @@ def python(
     )
 
 
-def setup(
-    tree: Path, *command: str, backend: str = "auto", path: Sequence[Path] = ()
-) -> subprocess.CompletedProcess[str]:
-    return python(tree, "setup.py", "--quiet", *command, backend=backend, path=path)
+def cutlass_headers(folder: Path, version: str = "4.2.0") -> Path:
+    """A folder that says that it has the headers of this version of CUTLASS."""
+    (folder / "cutlass").mkdir(parents=True, exist_ok=True)
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    text = "".join(f"#define CUTLASS_{part} {number}\n" for part, number in parts)
+    (folder / "cutlass/version.h").write_text(text)
+    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -16,8 +17,8 @@ import flash_attn_cuda
 from build_tools.build_extension import CHOICE_NAME, Backend, Choice, record_choice
 from build_tools.generate_units import row_record
 from build_tools.kernel_table import ALL_ROWS, table_text
-from flash_attn_cuda import build_info, flash_attn_func
-from flash_attn_cuda.__main__ import main
+from flash_attn_cuda import build_info, flash_attn_func, self_check
+from flash_attn_cuda.__main__ import main, run
 from flash_attn_cuda.call import AttentionCall
 
 BROKEN_EXTENSION = "flash_attn_cuda built with torch 1.2.3\0 but no shared object"
@@ -60,17 +61,24 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "self-check passed" in printed
 
 
-def test_a_reader_that_leaves_early() -> None:
-    command = [sys.executable, "-m", "flash_attn_cuda"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        assert program.stdout is not None and program.stderr is not None
-        program.stdout.close()
-        assert b"BrokenPipe" not in program.stderr.read()
+def test_a_reader_that_leaves_early_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any program of a pipe, without a word of Python's."""
+    handlers: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(signal, "signal", lambda *given: handlers.append(given))
+    monkeypatch.setattr("sys.argv", ["flash-attn-cuda", "--help"])
+    with pytest.raises(SystemExit):
+        run()
+    assert handlers == [(signal.SIGPIPE, signal.SIG_DFL)]
 
 
-def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn_cuda import self_check
+@pytest.fixture
+def one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that a self-check makes, the first."""
+    first = next(self_check.checks("cpu"))
+    monkeypatch.setattr(self_check, "checks", lambda device: iter([first]))
 
+
+def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch, one_check: None) -> None:
     def off_by_a_little(*args: Any, **options: Any) -> Any:
         out, lse, s_dmask = flash_attn_func(*args, **options)
         return out * 1.05, lse, s_dmask
@@ -80,7 +88,7 @@ def test_self_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_extension_that_does_not_load_fails_the_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_check: None
 ) -> None:
     """Without any there is nothing to fail: the CPU backend was asked for."""
     monkeypatch.setattr(build_info, "extension", None)
@@ -91,43 +99,27 @@ def test_an_extension_that_does_not_load_fails_the_check(
         assert ("undefined symbol\nself-check FAILED" in capsys.readouterr().out) == bool(status)
 
 
-def test_explain_without_an_extension(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "extension", "devices", "complaint"),
+    [
+        ("--explain", False, 0, "nothing to explain: there is none\n"),
+        ("--table", False, 0, "no kernels: there is none\n"),
+        # What the package says elsewhere; the extension, which would fail, is not asked.
+        ("--explain", True, 0, "nothing to explain: torch sees no CUDA device\n"),
+        ("--explain --device 2", True, 2, "nothing to explain: --device: must be from 0 to 1, "),
+    ],
+)
+def test_what_there_is_nothing_to_say_of(
+    monkeypatch, capsys, arguments: str, extension: bool, devices: int, complaint: str
 ) -> None:
-    monkeypatch.setattr(build_info, "extension", None)
-    assert main(["--explain"]) == 1
-    assert "nothing to explain" in capsys.readouterr().err
-
-
-def test_table_without_an_extension(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(build_info, "extension", None)
+    monkeypatch.setattr(build_info, "extension", object() if extension else None)
     monkeypatch.setattr(build_info, "_extension_error", "there is none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     for cached in (build_info.build_record, build_info.compiled_rows):
         monkeypatch.setattr(build_info, cached.__name__, cached.__wrapped__)
-    assert main(["--table"]) == 1
-    assert capsys.readouterr().err == "no kernels: there is none\n"
-
-
-def test_explain_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Says what the package says elsewhere; the extension, which would fail, is not asked."""
-    monkeypatch.setattr(build_info, "extension", object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--explain"]) == 1
-    assert capsys.readouterr().err == "nothing to explain: torch sees no CUDA device\n"
-
-
-def test_explain_for_a_device_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(build_info, "extension", object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main(["--explain", "--device", "2"]) == 1
-    assert "--device: must be from 0 to 1, got 2" in capsys.readouterr().err
+    assert main(arguments.split()) == 1
+    assert capsys.readouterr().err.startswith(complaint)
 
 
 @pytest.mark.parametrize("text", ["99999999999999", "64.5"])
@@ -142,6 +134,7 @@ def test_numbers_that_the_extension_cannot_take(
 
 def test_why_there_is_no_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason that setup.py recorded, and what to do."""
+    assert Path(flash_attn_cuda.__file__).with_name(CHOICE_NAME) == build_info.INSTALL_RECORD
     monkeypatch.setattr(build_info, "INSTALL_RECORD", tmp_path / CHOICE_NAME)
     record_choice(Choice(Backend.cpu, "there is no nvcc"), tmp_path)
     reason = build_info._missing_reason()
@@ -149,10 +142,6 @@ def test_why_there_is_no_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "pip install --force-reinstall --no-deps --no-cache-dir" in reason
     record_choice(Choice(Backend.cuda, "nvcc"), tmp_path)
     assert "because" not in build_info._missing_reason()
-
-
-def test_the_installed_choice_is_read_where_it_is_recorded() -> None:
-    assert Path(flash_attn_cuda.__file__).with_name(CHOICE_NAME) == build_info.INSTALL_RECORD
 
 
 def test_compiled_rows_and_explain(
@@ -223,8 +212,6 @@ def test_compiled_rows_and_explain(
 
 
 def test_self_check_covers_every_kind_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn_cuda import self_check
-
     def row(name: str, **fields: Any) -> build_info.CompiledRow:
         common = {"family": "sm80", "dtype": "fp16", "mask": "windowed"}
         common |= {"head_dim": 64, "head_dim_v": 64}

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from build_tools import (
-    archs,
     build_kernels,
     generate_units,
     hopper_rows,
@@ -178,14 +177,23 @@ def _cpp_names(rows: Iterable[KernelRow]) -> str:
 
 def _choices(rows: Sequence[KernelRow], folder: Path) -> dict[str, str]:
     """What PROGRAM prints of the rows: of each sm80 row that some call finds first, the row that
-    such calls find in a build for Hopper alone.
+    such calls find in a build for Hopper alone. Their units compile, and have what rows say.
     """
     _write_headers(folder)
     program = PROGRAM.replace("{NEEDED}", _cpp_names(row for row in rows if row in NEEDED))
     program = program.replace("{WRITING_FP32}", _cpp_names(row for row in rows if row.writes_fp32))
-    units = "".join(generate_units.unit_text(unit) for unit in generate_units.units_of(rows))
+    units = generate_units.units_of(rows)
+    text = "".join(generate_units.unit_text(unit) for unit in units)
+    names = re.findall(r"^struct (\w+) {", text, flags=re.MULTILINE)
+    assert names == [row.name for unit in units for row in unit.rows]
+    checks = "".join(
+        f"static_assert(flash_attn_cuda::{row.name}::config.{name} == {value});\n"
+        for row in rows
+        for name, value in row.planned_config().items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    )
     source = folder / "choices.cpp"
-    source.write_text(f"{units}{generate_units.registry_text(rows)}{program}")
+    source.write_text(f"{text}{generate_units.registry_text(rows)}{checks}{program}")
     includes = (f"-I{folder}", f"-I{REPO / 'csrc'}")
     sources = (source, REPO / "csrc/host/select_instance.cpp")
     command = [toolchain.host_compiler(), "-std=c++20", "-O1", *includes, *sources]
@@ -259,7 +267,7 @@ def test_a_row_of_the_same_tile_with_more_features_stands_for_one() -> None:
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("text", "has_all"),
-    [("90", False), ("90+PTX", True), ("80;90", True), ("80+PTX;90a", True), ("90;120", True)],
+    [("90", False), ("90+PTX", True), ("80+PTX;90a", True)],
 )
 def test_naming_another_arch_asks_for_the_rows_of_other_gpus(text: str, has_all: bool) -> None:
     plan = build_kernels.make_plan(build_kernels.BuildOptions(archs=text, rows="", jobs=1))
@@ -268,9 +276,9 @@ def test_naming_another_arch_asks_for_the_rows_of_other_gpus(text: str, has_all:
     assert plan.device is not None and plan.device.for_others == set(ALL_ROWS) - FOUND
 
 
-def test_rows_of_other_gpus_have_no_code_for_hopper() -> None:
-    """But where they share a unit with a tile that it runs. Beside those rows it finds all that a
-    build for it alone is without, so they have code for it.
+def test_units_of_rows_of_other_gpus_are_told_apart() -> None:
+    """They have no code for Hopper but where they share a unit with a tile that it runs. Beside
+    those rows it finds all that a build for it alone is without, so they have code for it.
     """
     for_others = frozenset(ALL_ROWS) - FOUND
     units = generate_units.units_of(ALL_ROWS, for_others)
@@ -279,78 +287,6 @@ def test_rows_of_other_gpus_have_no_code_for_hopper() -> None:
         assert unit.for_hopper == any(row in FOUND for row in unit.rows)
         if not unit.for_hopper:
             assert all(isinstance(row, BackwardRow) or "smem" in row.variant for row in unit.rows)
-    wanted = archs.parse_archs("80+PTX;90a")
-    assert archs.family_gencode(Family.sm80, wanted, for_hopper=False) == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_80,code=compute_80",
-    ]
-    assert archs.family_gencode(Family.sm80, archs.parse_archs("90a"), for_hopper=False) == []
-    assert archs.family_gencode(Family.sm80, archs.parse_archs("90a+PTX"), for_hopper=False) == [
-        "-gencode=arch=compute_90,code=compute_90"
-    ]
-
-
-# Units for many compiles at once, which a Hopper machine's build is
-
-
-@pytest.mark.parametrize("jobs", [1, generate_units.MANY_JOBS - 1, generate_units.MANY_JOBS, 16])
-def test_units_are_smaller_where_many_compiles_run_at_once(jobs: int) -> None:
-    units = generate_units.units_of(ALL_ROWS, jobs=jobs)
-    assert len({unit.name for unit in units}) == len(units)
-    rows = [row.name for unit in units for row in unit.rows]
-    assert sorted(rows) == sorted(row.name for row in ALL_ROWS)
-    if jobs < generate_units.MANY_JOBS:
-        assert units == generate_units.units_of(ALL_ROWS)
-        return
-    for unit in units:
-        kernel = unit.rows[0].kernel
-        is_of_a_tile = len({row.tile for row in unit.rows}) == 1
-        is_whole_tile = is_of_a_tile and kernel not in generate_units.SPLIT_TILES
-        assert is_whole_tile or len(unit.kinds) <= generate_units.ROWS_OF_SMALL_UNITS[kernel]
-    for kernel in Kernel:
-        of_kernel = [unit for unit in units if unit.rows[0].kernel is kernel]
-        tiles = {row.tile for unit in of_kernel for row in unit.rows}
-        places = {(row.tile, unit.name) for unit in of_kernel for row in unit.rows}
-        assert kernel in generate_units.SPLIT_TILES or len(places) == len(tiles)
-
-
-@pytest.mark.parametrize("rows", [ALL_ROWS, NEEDED], ids=["all", "hopper"])
-def test_a_unit_has_two_tiles_of_the_sm80_backward_at_most(rows: Iterable[KernelRow]) -> None:
-    """However few rows they have: tiles take memory."""
-    in_order = [row for row in ALL_ROWS if row in rows]
-    tiles = [
-        len({row.tile for row in unit.rows})
-        for unit in generate_units.units_of(in_order)
-        if unit.rows[0].kernel is Kernel.sm80_backward
-    ]
-    assert max(tiles) == 2
-
-
-def test_small_units_of_one_dtype_are_those_of_both() -> None:
-    def kinds(rows: list[KernelRow]) -> list[set[KernelRow]]:
-        return [unit.kinds for unit in generate_units.units_of(rows, jobs=16)]
-
-    assert kinds([row for row in ALL_ROWS if row.dtype is Dtype.bf16]) == kinds(list(ALL_ROWS))
-
-
-@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
-def test_the_longest_compiles_start_first() -> None:
-    assert sorted(generate_units.LONGEST_FIRST, key=str) == sorted(Kernel, key=str)
-    plan = build_kernels.make_plan(build_kernels.BuildOptions(archs="90", rows="", jobs=16))
-    assert plan.device is not None
-    units = plan.device.units(16)
-    assert len(set(units)) == len(generate_units.units_of(plan.rows, jobs=16))
-    assert units[0].name.startswith("backward_sm80_hd512")
-    assert [unit.family for unit in units[:2]] == [Family.sm80, Family.sm80]
-    kernels = list(dict.fromkeys(unit.rows[0].kernel for unit in units))
-    assert tuple(kernels) == generate_units.LONGEST_FIRST
-    for kernel in kernels:
-        head_dims = [
-            max(row.head_dim for row in unit.rows)
-            for unit in units
-            if unit.rows[0].kernel is kernel
-        ]
-        assert head_dims == sorted(head_dims, reverse=True)
 
 
 def test_headers_are_empty_only_where_no_kernel_asks_for_them(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import Field, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -35,92 +36,74 @@ from flash_attn_cuda.rules import MAX_HEAD_DIM
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 REPO = Path(__file__).resolve().parents[2]
+CONFIG = (REPO / "csrc/flash_attn/config.h").read_text()
+of_each_pass = pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+MASKS = Feature.block_sparse | Feature.bias
+MODIFIERS = Feature.softcap | Feature.alibi
+TRAINING = MODIFIERS | Feature.dropout
 
 
-def test_row_names_are_unique() -> None:
-    names = [row.name for row in ALL_ROWS]
-    assert len(set(names)) == len(names)
+def _kind(row: KernelRow) -> Kind | None:
+    return row.kind if isinstance(row, ForwardRow) else None
+
+
+def _has_tangents(row: KernelRow) -> bool:
+    """Whether it serves derivatives in a direction, and so no other call."""
+    return Feature.tangent in row.features
+
+
+TANGENT_ROWS = [row for row in ALL_ROWS if _has_tangents(row)]
+MASKED_ROWS = [row for row in ALL_ROWS if row.features & MASKS and row not in TANGENT_ROWS]
+
+
+# What the C++ side reads
 
 
 def _cpp_fields(struct: str) -> dict[str, str | None]:
     """Those of the struct in config.h in its order, with their defaults."""
-    header = (REPO / "csrc/flash_attn/config.h").read_text()
-    body = re.search(rf"struct {struct} {{(|\n.*?\n)}};", header, flags=re.DOTALL)
+    body = re.search(rf"struct {struct} {{(|\n.*?\n)}};", CONFIG, flags=re.DOTALL)
     assert body is not None
     found = re.findall(r"^\s+\w+ (\w+)(?: = (\w+))?;", body[1], flags=re.MULTILINE)
     return {name: default or None for name, default in found}
 
 
-def _row_fields(row_type: type[KernelRow]) -> dict[str, Field]:
-    return {f.name: f for f in fields(row_type) if f.metadata.get("compiled", True)}
-
-
 @pytest.mark.parametrize("row_type", [ForwardRow, BackwardRow])
-def test_fields_that_planning_reads_are_those_of_the_pass_in_its_order(row_type) -> None:
-    """With the default that rows of other kernels keep."""
-    of_rows = {
-        name: f.metadata
-        for name, f in _row_fields(row_type).items()
-        if f.metadata.get("planned", True)
-    }
+def test_fields_of_rows_are_those_of_the_structs(row_type: type[KernelRow]) -> None:
+    """What planning reads in the order of the pass's struct, with the default that rows of other
+    kernels keep; every other field is of the own struct of some kernel of the pass.
+    """
+    of_rows = {f.name: f for f in fields(row_type) if f.metadata.get("compiled", True)}
+    planned = {name: f for name, f in of_rows.items() if f.metadata.get("planned", True)}
     of_struct = _cpp_fields(row_type.config_struct)
-    assert list(of_struct) == list(of_rows)
+    assert list(of_struct) == list(planned)
     for name, default in of_struct.items():
-        kept = _row_fields(row_type)[name].default if "kernels" in of_rows[name] else None
+        kept = planned[name].default if "kernels" in planned[name].metadata else None
         assert default == (None if kept is None else str(kept).lower()), name
+    rows = [row for row in ALL_ROWS if isinstance(row, row_type)]
+    kernels = {row.kernel for row in rows}
+    own = {name for kernel in kernels for name in _cpp_fields(kernel.own_struct)}
+    assert own | of_struct.keys() == of_rows.keys() and not own & of_struct.keys()
+    for f in of_rows.values():
+        assert set(f.metadata.get("kernels", kernels)) <= kernels
+    for row in rows:
+        of_kernel = _cpp_fields(row.kernel.own_struct)
+        assert list(row.own_config()) == list(of_kernel) and set(of_kernel.values()) <= {None}
+        assert row.planned_config().keys() <= of_struct.keys()
+        assert all(of_struct[x] is not None for x in of_struct.keys() - row.planned_config().keys())
+        assert row.config() == {**row.planned_config(), **row.own_config()}
+        assert None not in row.config().values()
 
 
-@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-def test_a_row_has_the_fields_of_its_pass_and_its_kernel(row: KernelRow) -> None:
-    """All of its kernel's own, and none of another's."""
-    own = _cpp_fields(row.kernel.own_struct)
-    assert set(own.values()) <= {None}
-    assert list(row.own_config()) == list(own)
-    of_pass = _cpp_fields(row.config_struct)
-    left_out = of_pass.keys() - row.planned_config().keys()
-    assert all(of_pass[name] is not None for name in left_out)
-    assert row.planned_config().keys() <= of_pass.keys()
-    assert row.config() == {**row.planned_config(), **row.own_config()}
-    assert None not in row.config().values()
-
-
-def test_every_field_of_a_row_is_of_some_kernel_and_of_one_struct() -> None:
-    for row_type, pass_kernels in (
-        (
-            ForwardRow,
-            {
-                *(Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm80_jvp),
-                *(Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp),
-            },
-        ),
-        (
-            BackwardRow,
-            {
-                *(Kernel.sm80_backward, Kernel.sm80_hvp),
-                *(Kernel.sm90_backward, Kernel.sm90_wide_backward),
-            },
-        ),
-    ):
-        own = {name for kernel in pass_kernels for name in _cpp_fields(kernel.own_struct)}
-        assert own | _cpp_fields(row_type.config_struct).keys() == _row_fields(row_type).keys()
-        assert not own & _cpp_fields(row_type.config_struct).keys()
-        for f in _row_fields(row_type).values():
-            assert set(f.metadata.get("kernels", pass_kernels)) <= pass_kernels
-
-
-@pytest.mark.parametrize("has_tangents", [False, True])
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
-def test_the_widest_rows_are_as_wide_as_checks_allow(rows, has_tangents) -> None:
-    rows = [row for row in rows if _has_tangents(row) is has_tangents]
-    assert max(row.head_dim for row in rows) == MAX_HEAD_DIM
-    assert max(row.value_dim for row in rows) == MAX_HEAD_DIM
+def test_rows_are_made_of_their_launch_headers() -> None:
+    for row in ALL_ROWS:
+        instance = f"{row.config_struct.removesuffix('Config')}Instance {row.make_instance}("
+        assert f"constexpr {instance}" in (REPO / f"csrc/{row.launch_header}").read_text(), row.name
 
 
 @pytest.mark.parametrize("enum", [Dtype, Mask, Family, Kind])
 def test_enumerators_are_those_of_the_header(enum) -> None:
-    header = (REPO / "csrc/flash_attn/config.h").read_text()
     name = generate_units.CPP_ENUMS[enum]
-    body = re.search(rf"enum class {name} : std::uint8_t {{ (.*?) }};", header)
+    body = re.search(rf"enum class {name} : std::uint8_t {{ (.*?) }};", CONFIG)
     assert body is not None
     assert body[1].split(", ") == [member.value for member in enum]
 
@@ -131,23 +114,47 @@ def test_features_are_those_of_the_list() -> None:
     bits = re.findall(r"^FEATURE\((\w+), (\d+)\)", text, flags=re.MULTILINE)
     assert {name: 1 << int(bit) for name, bit in bits} == {f.name: f.value for f in Feature}
     assert [int(bit) for _, bit in bits] == list(range(len(Feature)))
-    for header in ("csrc/flash_attn/config.h", "csrc/host/names.h"):
-        text = (REPO / header).read_text()
+    for text in (CONFIG, (REPO / "csrc/host/names.h").read_text()):
         assert '#include "flash_attn/feature_list.h"' in text
         for feature in Feature:
             assert f"{feature.name} =" not in text and f'"{feature.name}"' not in text
 
 
-def _kind(row: KernelRow) -> Kind | None:
-    return row.kind if isinstance(row, ForwardRow) else None
+def test_no_head_dim_decides_outside_the_table() -> None:
+    """Comparisons with a number: what is decided for a head dim is a field of its row."""
+    for folder in ("sm80", "sm90", "shared", "host", "auxiliary"):
+        for path in (REPO / "csrc" / folder).rglob("*.*"):
+            number = r"\b(?:head_dim(?:_v)?|cta_columns)\s*(?:[<>!=]=|[<>])\s*\d+"
+            assert not re.findall(f".*{number}.*", path.read_text()), path.name
 
 
-MASKS = Feature.block_sparse | Feature.bias
+# Rows and their order
 
 
-def _has_tangents(row: KernelRow) -> bool:
-    """Whether it serves derivatives in a direction, and so no other call."""
-    return Feature.tangent in row.features
+def test_names_and_entries_are_unique() -> None:
+    """No family, pass and head dim has two entries, and a variant stands in one place."""
+    names = [row.name for row in ALL_ROWS]
+    assert len(set(names)) == len(names)
+    places = [(each.kernel, each.head_dim) for each in ENTRIES]
+    assert len(set(places)) == len(places)
+    for each in ENTRIES:
+        variants = [variant for one in each.tiles for variant in one.variants]
+        assert len(set(variants)) == len(variants)
+    assert sorted(row.name for each in ENTRIES for row in each.rows()) == sorted(names)
+
+
+@pytest.mark.parametrize("has_tangents", [False, True])
+@of_each_pass
+def test_the_widest_rows_are_as_wide_as_checks_allow(rows, has_tangents) -> None:
+    rows = [row for row in rows if _has_tangents(row) is has_tangents]
+    assert max(row.head_dim for row in rows) == MAX_HEAD_DIM
+    assert max(row.value_dim for row in rows) == MAX_HEAD_DIM
+
+
+@of_each_pass
+def test_every_dtype_has_the_same_rows(rows) -> None:
+    for row in rows:
+        assert all(replace(row, dtype=dtype) in rows for dtype in Dtype), row.name
 
 
 def _group(row: KernelRow) -> tuple:
@@ -158,11 +165,7 @@ def _group(row: KernelRow) -> tuple:
     return row.kernel_pass, row.family, row.dtype, _kind(row), fixed
 
 
-def _is_for_short(row: KernelRow) -> bool:
-    return most_seqlen(row) < (1 << 31, 1 << 31)
-
-
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+@of_each_pass
 def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
     order = list(Mask)
     for group in {_group(row) for row in rows}:
@@ -171,7 +174,7 @@ def test_smaller_head_dims_and_full_masks_come_first(rows) -> None:
         assert keys == sorted(keys)
 
 
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
+@of_each_pass
 def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     """So that a call without features never runs the slower kernel. In the sm80 backward of the
     same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
@@ -203,6 +206,28 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
             and not other.features & ~free
         ]
         assert twins, row.name
+
+
+def test_every_row_can_run_something_of_its_own() -> None:
+    """A row that an earlier one covers whatever the request would never be chosen.
+
+    Shared memory is not in the table: rows that differ in it have a variant that says so. Rows of
+    another family are there for GPUs and tensors that it does not suit.
+    """
+    for position, row in enumerate(ALL_ROWS):
+        if "smem" in row.variant:
+            continue
+        for earlier in ALL_ROWS[:position]:
+            covers = (
+                _group(earlier) == _group(row)
+                and earlier.head_dim >= row.head_dim
+                and earlier.value_dim >= row.value_dim
+                and all(map(operator.le, most_seqlen(row), most_seqlen(earlier)))
+                and all(map(operator.ge, least_keys(row), least_keys(earlier)))
+                and (earlier.mask is Mask.windowed or row.mask is Mask.full)
+                and row.features in earlier.features
+            )
+            assert not covers, (earlier.name, row.name)
 
 
 SM80_FORWARD_ROW, DECODE_ROW, SM90_FORWARD_ROW, SM80_BACKWARD_ROW, SM90_BACKWARD_ROW = (
@@ -310,41 +335,6 @@ def test_what_a_kernel_cannot_be_is_refused(row, changes, complaint) -> None:
         replace(row, **changes)
 
 
-@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-def test_a_row_is_made_of_its_launch_header(row: KernelRow) -> None:
-    header = (REPO / f"csrc/{row.launch_header}").read_text()
-    assert f"constexpr {row.config_struct.removesuffix('Config')}Instance {row.make_instance}(" in (
-        header
-    )
-
-
-def test_an_entry_says_all_of_a_head_dim() -> None:
-    """No family, pass and head dim has two, and a variant stands in one place."""
-    places = [(each.kernel, each.head_dim) for each in ENTRIES]
-    assert len(set(places)) == len(places)
-    for each in ENTRIES:
-        variants = [variant for one in each.tiles for variant in one.variants]
-        assert len(set(variants)) == len(variants)
-    rows = [row for each in ENTRIES for row in each.rows()]
-    assert sorted(row.name for row in rows) == sorted(row.name for row in ALL_ROWS)
-
-
-TRAITS_AND_PLANS = sorted(
-    path
-    for folder in ("sm80", "sm90", "shared", "host", "auxiliary")
-    for path in (REPO / "csrc" / folder).rglob("*.*")
-)
-
-
-@pytest.mark.parametrize("path", TRAITS_AND_PLANS, ids=lambda path: path.name)
-def test_no_head_dim_decides_outside_the_table(path: Path) -> None:
-    """Comparisons with a number: what is decided for a head dim is a field of its row."""
-    tests = re.findall(
-        r".*\b(?:head_dim(?:_v)?|cta_columns)\s*(?:[<>!=]=|[<>])\s*\d+.*", path.read_text()
-    )
-    assert not tests
-
-
 def test_the_whole_table_can_be_printed() -> None:
     """A part for each entry; derivatives in a direction are a variant of their pass."""
     lines = table_text().splitlines()
@@ -398,117 +388,82 @@ def test_the_second_backward_of_wider_heads_needs_more_shared_memory() -> None:
     assert needed == {128: 99, 256: 163, 512: 227}
 
 
-@pytest.mark.parametrize("rows", [FORWARD_ROWS, BACKWARD_ROWS])
-def test_every_dtype_has_the_same_rows(rows) -> None:
-    for row in rows:
-        others = [replace(row, dtype=dtype) for dtype in Dtype]
-        assert all(other in rows for other in others), row.name
+# Every call has a row
 
 
-def test_every_row_can_run_something_of_its_own() -> None:
-    """A row that an earlier one covers whatever the request would never be chosen.
-
-    Shared memory is not in the table: rows that differ in it have a variant that says so. Rows of
-    another family are there for GPUs and tensors that it does not suit.
-    """
-    for position, row in enumerate(ALL_ROWS):
-        if "smem" in row.variant:
-            continue
-        for earlier in ALL_ROWS[:position]:
-            covers = (
-                _group(earlier) == _group(row)
-                and earlier.head_dim >= row.head_dim
-                and earlier.value_dim >= row.value_dim
-                and all(map(operator.le, most_seqlen(row), most_seqlen(earlier)))
-                and all(map(operator.ge, least_keys(row), least_keys(earlier)))
-                and (earlier.mask is Mask.windowed or row.mask is Mask.full)
-                and row.features in earlier.features
-            )
-            assert not covers, (earlier.name, row.name)
+def _serves(rows: Sequence[KernelRow], head_dim: int, dtype: Dtype, features: Feature) -> bool:
+    return any(
+        row.head_dim >= head_dim
+        and row.dtype is dtype
+        and row.mask is Mask.windowed
+        and features in row.features
+        for row in rows
+    )
 
 
-MASKED_CALLS = [
-    *(Feature.block_sparse, Feature.bias, MASKS),
-    *(Feature.block_sparse | f for f in (Feature.softcap, Feature.alibi, Feature.dropout)),
-    MASKS | Feature.softcap | Feature.alibi | Feature.dropout,
+FORWARD_CALLS = [
+    *(Feature(0), Feature.softcap, Feature.alibi, Feature.dropout, Feature.paged_kv, TRAINING),
+    MODIFIERS | Feature.paged_kv,
 ]
-FEATURES_OF_CALLS = {
-    Pass.forward: [
-        *(Feature(0), Feature.softcap, Feature.alibi, Feature.dropout, Feature.paged_kv),
-        Feature.softcap | Feature.alibi | Feature.dropout,
-        Feature.softcap | Feature.alibi | Feature.paged_kv,
-    ],
-    Pass.backward: [
-        Feature.deterministic,
-        Feature.softcap | Feature.alibi | Feature.dropout | Feature.deterministic,
-    ],
-}
-
-
-@pytest.mark.parametrize("kernel_pass", list(Pass))
-def test_every_call_has_a_row(kernel_pass) -> None:
-    """On every GPU: of the family that runs on all of them, with any number of queries."""
-    rows = [row for row in ALL_ROWS if row.kernel_pass is kernel_pass and not _has_tangents(row)]
-    rows = [row for row in rows if row.family is Family.sm80 and not _is_for_short(row)]
-    requests = product((32, 64, 96, 128, 192, 256), Dtype, FEATURES_OF_CALLS[kernel_pass])
-    for head_dim, dtype, features in requests:
-        assert any(
-            row.head_dim == head_dim
-            and row.dtype is dtype
-            and row.mask is Mask.windowed
-            and _kind(row) is not Kind.decode
-            and features in row.features
-            for row in rows
-        ), (head_dim, dtype, features)
-
-
-TANGENT_ROWS = [row for row in ALL_ROWS if _has_tangents(row)]
-MASKED_ROWS = [row for row in ALL_ROWS if row.features & MASKS and row not in TANGENT_ROWS]
-TILE, PIECE = 128, 64  # of lists
-
-
-@pytest.mark.parametrize("kernel_pass", list(Pass))
-@pytest.mark.parametrize("family", list(Family))
-def test_every_masked_call_has_a_row(family, kernel_pass) -> None:
-    """sm80 has one for whatever comes with a mask, up to the widest heads; sm90 for lists alone and
-    for a bias alone, up to 128.
-    """
-    widest = 256 if family is Family.sm80 else 128
-    calls = MASKED_CALLS if family is Family.sm80 else [Feature.block_sparse, Feature.bias]
-    rows = [row for row in MASKED_ROWS if (row.kernel_pass, row.family) == (kernel_pass, family)]
-    for head_dim, dtype, features in product(range(8, widest + 1, 8), Dtype, calls):
-        assert any(
-            row.head_dim >= head_dim
-            and row.dtype is dtype
-            and row.mask is Mask.windowed
-            and features in row.features
-            for row in rows
-        ), (head_dim, dtype, features)
+BACKWARD_CALLS = [Feature.deterministic, TRAINING | Feature.deterministic]
+LISTS_OR_BIAS = [Feature.block_sparse, Feature.bias]
+MASKED_CALLS = [
+    *(*LISTS_OR_BIAS, MASKS, MASKS | TRAINING),
+    *(Feature.block_sparse | f for f in (Feature.softcap, Feature.alibi, Feature.dropout)),
+]
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ALL_ROWS if row.features & MASKS], ids=lambda row: row.name
+    ("kernel_pass", "calls"), [(Pass.forward, FORWARD_CALLS), (Pass.backward, BACKWARD_CALLS)]
 )
-def test_tiles_of_rows_with_lists_divide_those_of_the_lists(row) -> None:
-    """And hold whole pieces, or lie in one: a step looks at the states of one, two or four."""
-    for side in (row.block_m, row.block_n):
-        assert TILE % side == 0 and (side >= PIECE or PIECE % side == 0)
-    assert Feature.block_sparse in row.features or row.features is Feature.bias
-    assert _kind(row) is not Kind.decode
+def test_every_call_has_a_row_of_its_head_dim(kernel_pass: Pass, calls: list[Feature]) -> None:
+    """On every GPU: of the family that runs on all of them, with any number of queries."""
+    rows = [
+        row
+        for row in ALL_ROWS
+        if (row.kernel_pass, row.family) == (kernel_pass, Family.sm80)
+        and not _has_tangents(row)
+        and most_seqlen(row) >= (1 << 31, 1 << 31)
+        and _kind(row) is not Kind.decode
+    ]
+    for head_dim, dtype, features in product((32, 64, 96, 128, 192, 256), Dtype, calls):
+        of_head_dim = [row for row in rows if row.head_dim == head_dim]
+        assert _serves(of_head_dim, head_dim, dtype, features), (head_dim, dtype, features)
 
 
-@pytest.mark.parametrize("row", MASKED_ROWS, ids=lambda row: row.name)
-def test_what_comes_with_lists_is_for_the_family_to_say(row) -> None:
-    if row.family is Family.sm90:
-        assert row.features in (Feature.block_sparse, Feature.bias)
+@pytest.mark.parametrize("kernel_pass", list(Pass))
+@pytest.mark.parametrize(
+    ("family", "widest", "calls"),
+    [(Family.sm80, 256, MASKED_CALLS), (Family.sm90, 128, LISTS_OR_BIAS)],
+)
+def test_every_masked_call_has_a_row(family, widest, calls, kernel_pass) -> None:
+    """sm80 has one for whatever comes with a mask, up to the widest heads; sm90 for lists alone and
+    for a bias alone, up to 128.
+    """
+    rows = [row for row in MASKED_ROWS if (row.kernel_pass, row.family) == (kernel_pass, family)]
+    for head_dim, dtype, features in product(range(8, widest + 1, 8), Dtype, calls):
+        assert _serves(rows, head_dim, dtype, features), (head_dim, dtype, features)
+
+
+def test_rows_with_lists_or_a_bias() -> None:
+    """Their tiles divide those of the lists and hold whole pieces, or lie in one: a step looks at
+    the states of one, two or four. What else they have is for the family to say.
+    """
+    tile, piece = 128, 64  # of lists
+    for row in (row for row in ALL_ROWS if row.features & MASKS):
+        for side in (row.block_m, row.block_n):
+            assert tile % side == 0 and (side >= piece or piece % side == 0), row.name
+        assert _kind(row) is not Kind.decode
+        if _has_tangents(row):
+            continue
+        if row.family is Family.sm80:
+            assert row.features == MASKS | TRAINING and row.variant.startswith("masked")
+            continue
+        assert row.features in LISTS_OR_BIAS, row.name
         assert row.variant == ("bias" if row.features is Feature.bias else "sparse")
         # The tile of a list and one of a CTA are the same.
-        assert row.block_m == TILE or row.kernel_pass is Pass.backward
-        assert row.block_n == TILE
-    else:
-        others = Feature.softcap | Feature.alibi | Feature.dropout
-        assert row.features == MASKS | others
-        assert row.variant.startswith("masked")
+        assert row.block_m == tile or row.kernel_pass is Pass.backward
+        assert row.block_n == tile
 
 
 def test_rows_for_masks_come_behind_all_others_of_their_family() -> None:
@@ -518,8 +473,7 @@ def test_rows_for_masks_come_behind_all_others_of_their_family() -> None:
     for rows, family in product((FORWARD_ROWS, BACKWARD_ROWS), Family):
         of_family = [row for row in rows if row.family is family and not _has_tangents(row)]
         masked = [bool(row.features & MASKS) for row in of_family]
-        assert masked == sorted(masked)
-        assert any(masked)
+        assert masked == sorted(masked) and any(masked)
 
 
 def test_decode_rows_serve_what_only_they_can() -> None:
@@ -531,39 +485,28 @@ def test_decode_rows_serve_what_only_they_can() -> None:
         assert Feature.packed_gqa | Feature.split_kv | Feature.paged_kv in row.features
 
 
-# -- derivatives in a direction
-
-
-@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-def test_rows_with_tangents_are_those_of_their_kernels(row: KernelRow) -> None:
-    of_tangents = (Kernel.sm80_jvp, Kernel.sm80_hvp, Kernel.sm90_jvp)
-    assert (row.kernel in of_tangents) is _has_tangents(row) is row.variant.startswith("tangent")
-
-
-@pytest.mark.parametrize("row", TANGENT_ROWS, ids=lambda row: row.name)
-def test_what_tangents_come_with_is_for_the_family_to_say(row: KernelRow) -> None:
-    """sm80 rows have whatever a call is differentiated with, sm90 rows windows alone."""
-    features = Feature.tangent
-    if row.family is Family.sm80:
-        features |= MASKS | Feature.softcap | Feature.alibi | Feature.dropout
-        if row.kernel_pass is Pass.backward:
-            features |= Feature.deterministic
-    assert row.features == features
-    assert row.mask is Mask.windowed and row.value_dim == row.head_dim
-    assert not _is_for_short(row) and _kind(row) is not Kind.decode
-
-
-@pytest.mark.parametrize(
-    ("kernel", "head_dims"),
-    [
-        (Kernel.sm80_jvp, [128, MAX_HEAD_DIM]),
-        (Kernel.sm80_hvp, [128, 256, MAX_HEAD_DIM]),
-        (Kernel.sm90_jvp, [64, 96, 128, 192, 256]),
-    ],
-)
-def test_head_dims_of_rows_with_tangents(kernel: Kernel, head_dims: list[int]) -> None:
-    """sm80 rows serve all head dims up to their own, and there are few. sm90 rows, which load no
-    box without a column, are those of plain calls but for the widest.
+def test_rows_for_derivatives_in_a_direction() -> None:
+    """sm80 rows have whatever a call is differentiated with and serve all head dims up to their
+    own, so there are few. sm90 rows, which load no box without a column, have windows alone and the
+    head dims of plain calls but for the widest.
     """
-    rows = [row for row in TANGENT_ROWS if row.kernel is kernel]
-    assert list(dict.fromkeys(row.head_dim for row in rows)) == head_dims
+    head_dims: dict[Kernel, list[int]] = {
+        Kernel.sm80_jvp: [128, MAX_HEAD_DIM],
+        Kernel.sm80_hvp: [128, 256, MAX_HEAD_DIM],
+        Kernel.sm90_jvp: [64, 96, 128, 192, 256],
+    }
+    for row in ALL_ROWS:
+        of_tangents = row.kernel in head_dims
+        assert of_tangents is _has_tangents(row) is row.variant.startswith("tangent"), row.name
+    for kernel, wanted in head_dims.items():
+        rows = [row for row in TANGENT_ROWS if row.kernel is kernel]
+        assert list(dict.fromkeys(row.head_dim for row in rows)) == wanted
+        features = Feature.tangent
+        if kernel is not Kernel.sm90_jvp:
+            features |= MASKS | TRAINING
+        if kernel is Kernel.sm80_hvp:
+            features |= Feature.deterministic
+        for row in rows:
+            assert row.features == features and row.mask is Mask.windowed
+            assert row.value_dim == row.head_dim and _kind(row) in (None, Kind.tiles)
+            assert most_seqlen(row) >= (1 << 31, 1 << 31)

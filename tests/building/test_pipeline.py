@@ -1,4 +1,6 @@
-"""The build at work: compiles, what ptxas says of them, tools and headers, and what is refused."""
+"""The build at work: compiles, what ptxas says of them, the backend, tools and headers that it
+takes, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,22 @@ from build_tools import (
     toolchain,
     torch_versions,
 )
-from build_tools.archs import ArchError
 from build_tools.build_extension import Backend
 from build_tools.kernel_table import ALL_ROWS
 from build_tools.toolchain import Nvcc, ToolchainError
-from tests.building.folders import cutlass_headers
 from tests.building.kernel_rows import ROW
+from tests.building.project_tree import cutlass_headers
 from third_party.cutlass import fetch
 
 REPO = Path(__file__).resolve().parents[2]
+NVCC = Nvcc(Path("/toolkit/bin/nvcc"), "13.0.88", ())
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (build_extension.BACKEND_VARIABLE, archs.VARIABLE, "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
 
 # ptxas's report
 
@@ -66,62 +75,49 @@ def test_ptxas_report_is_read() -> None:
     assert (helper.arch, helper.registers, helper.spill) == ("sm_80", 30, 0)
     assert helper.static_smem == 4096
     assert helper.instance([ROW.name]) is None
-
-
-def test_a_report_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot read ptxas"):
         resource_report.parse_ptxas(PTXAS.replace("Used 30 registers", "Used many registers"))
 
 
-@pytest.mark.parametrize(("allowed", "status"), [(0, 1), (35, 1), (36, 0)])
-def test_a_spill_beyond_the_rows_allowance_fails(
-    tmp_path, monkeypatch, capsys, allowed, status
-) -> None:
+SERIALIZED = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+
+
+@pytest.mark.parametrize(
+    ("log", "allowed", "error"),
+    [
+        (PTXAS, 36, None),
+        (PTXAS, 35, f"{ROW.name} (sm_90) spills 36 bytes; 35 allowed"),
+        (PTXAS, 0, f"{ROW.name} (sm_90) spills 36 bytes; 0 allowed"),
+        (f"ptxas info    : {SERIALIZED}\n{PTXAS}", 36, f"error: {SERIALIZED}"),
+        (None, 0, f"{ROW.name}: ptxas reported no kernel"),
+    ],
+    ids=["allowed", "more", "none-allowed", "serialized", "no-kernel"],
+)
+def test_what_fails_the_report(tmp_path, monkeypatch, capsys, log, allowed, error) -> None:
     monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {ROW.name: 1000})
-    log = tmp_path / "unit.o.log"
-    log.write_text(PTXAS)
     monkeypatch.setattr(spill_allowances, "load", lambda: {ROW.name: allowed})
-    manifest = {"logs": [str(log)], "rows": [ROW.name]}
+    (tmp_path / "unit.o.log").write_text(log or "")
+    logs = [] if log is None else [str(tmp_path / "unit.o.log")]
+    manifest = {"logs": logs, "rows": [ROW.name]}
     (tmp_path / build_kernels.MANIFEST_NAME).write_text(json.dumps(manifest))
-    assert resource_report.main(["--build-dir", str(tmp_path)]) == status
+    assert resource_report.main(["--build-dir", str(tmp_path)]) == (0 if error is None else 1)
     output = capsys.readouterr()
-    assert re.search(r"forward_kernel.*sm_90\s+255\s+36\s+32\s+1000$", output.out, re.MULTILINE)
-    assert (f"{ROW.name} (sm_90) spills 36 bytes; {allowed} allowed" in output.err) == bool(status)
+    assert (error or "") in output.err and bool(output.err) is (error is not None)
+    if log is not None:
+        line = r"forward_kernel.*sm_90\s+255\s+36\s+32\s+1000$"
+        assert re.search(line, output.out, re.MULTILINE)
 
 
-def test_wgmma_that_ptxas_serialized_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
-    remark = "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    (tmp_path / "unit.log").write_text(f"ptxas info    : {remark}\n{PTXAS}")
-    monkeypatch.setattr(spill_allowances, "load", lambda: {ROW.name: 36})
-    manifest = {"logs": [str(tmp_path / "unit.log")], "rows": [ROW.name]}
-    (tmp_path / "kernels.json").write_text(json.dumps(manifest))
-    assert resource_report.report(tmp_path) == 1
-    assert f"error: {remark}" in capsys.readouterr().err
-
-
-def test_a_row_without_a_kernel_fails_the_report(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(resource_report, "dynamic_smem", lambda build_dir: {})
-    manifest = {"logs": [], "rows": [ROW.name]}
-    (tmp_path / build_kernels.MANIFEST_NAME).write_text(json.dumps(manifest))
-    assert resource_report.main(["--build-dir", str(tmp_path)]) == 1
-    assert f"{ROW.name}: ptxas reported no kernel" in capsys.readouterr().err
-
-
-def test_what_a_build_spills_can_be_accepted(tmp_path, monkeypatch) -> None:
+def test_what_a_build_spills_can_be_accepted(tmp_path) -> None:
     """Of its own rows; others keep what they have, and what is no row of the table goes."""
     file = tmp_path / "allowances.json"
     file.write_text(json.dumps({"another": 8, "gone": 4, ROW.name: 500}))
-    usages = resource_report.parse_ptxas(PTXAS)
-    spills = resource_report.spills_of(usages, [ROW.name])
+    spills = resource_report.spills_of(resource_report.parse_ptxas(PTXAS), [ROW.name])
     assert spills == {ROW.name: 36}
     spill_allowances.accept(spills, [ROW.name, "another"], file)
     assert spill_allowances.load(file) == {"another": 8, ROW.name: 36}
     spill_allowances.accept({ROW.name: 0}, [ROW.name, "another"], file)
     assert spill_allowances.load(file) == {"another": 8}
-
-
-def test_allowances_are_of_rows_of_the_table() -> None:
     assert set(spill_allowances.load()) <= {row.name for row in ALL_ROWS}
 
 
@@ -133,7 +129,7 @@ def test_an_auxiliary_kernel_may_not_spill() -> None:
     ]
 
 
-# Tools
+# Kernels and binding
 
 
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
@@ -179,92 +175,6 @@ def test_kernels_build_from_table_to_archive(tmp_path, capfd, monkeypatch) -> No
         assert re.search(line, report), report
 
 
-def test_torch_and_nvcc_of_different_majors_are_refused_with_both_names() -> None:
-    nvcc = Nvcc(Path("/toolkit/bin/nvcc"), "13.0.88", ())
-    toolchain.check_torch_matches("13.2", nvcc)
-    with pytest.raises(ToolchainError, match=r"CUDA 12\.8 .*/toolkit/bin/nvcc is CUDA 13\.0\.88"):
-        toolchain.check_torch_matches("12.8", nvcc)
-
-
-def test_without_nvcc_there_is_the_cpu_backend_in_one_line(monkeypatch) -> None:
-    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    choice = build_extension.choose_backend()
-    assert choice.backend is Backend.cpu
-    line = build_extension.announcement(choice)
-    assert "CPU backend only" in line
-    assert "nvcc" in line
-    assert "\n" not in line
-
-
-def test_a_torch_without_cuda_means_the_cpu_backend(monkeypatch) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    choice = build_extension.choose_backend()
-    assert choice.backend is Backend.cpu
-    assert "without CUDA" in choice.reason
-
-
-def test_the_backend_variable(monkeypatch) -> None:
-    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
-    assert build_extension.choose_backend().backend is Backend.cpu
-    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "gpu")
-    expected = "expected one of auto, cuda, cpu, binding, got 'gpu'"
-    with pytest.raises(ValueError, match=expected):
-        build_extension.choose_backend()
-
-
-def test_the_extension_can_be_asked_for(monkeypatch) -> None:
-    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cuda")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    with pytest.raises(ToolchainError, match="BACKEND=cuda cannot be had: there is no nvcc in"):
-        build_extension.choose_backend()
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ToolchainError, match="was built without CUDA"):
-        build_extension.choose_backend()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert build_extension.choose_backend().backend is Backend.cuda
-
-
-def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
-    """It needs headers of torch's CUDA, of nvcc or of pip's packages, and no nvcc."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "binding")
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    nvcc = Nvcc(Path("nvcc"), "13.0.88", (tmp_path / "toolkit",))
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
-    runtime, crt = (tmp_path / f"nvidia/cuda_{name}" for name in ("runtime", "nvcc"))
-    monkeypatch.setattr(toolchain, "_pip_cuda_roots", lambda: [crt, runtime])
-    (runtime / "include").mkdir(parents=True)
-    (runtime / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION 12080\n")
-    with pytest.raises(ToolchainError, match=r"no headers of CUDA 12: pip install 'nvidia-cuda-nv"):
-        build_extension.choose_backend()
-    (crt / "include/crt").mkdir(parents=True)
-    (crt / "include/crt/host_defines.h").touch()
-    assert build_extension.choose_backend().backend is Backend.binding
-    assert toolchain.cuda_headers(12) == (runtime / "include", crt / "include")
-    assert toolchain.cuda_headers(13) == (tmp_path / "toolkit",)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ToolchainError, match=r"binding cannot be had: torch .* without CUDA"):
-        build_extension.choose_backend()
-
-
-def test_torchs_outside_of_the_range(monkeypatch) -> None:
-    """An older one is refused at once; a newer one is tried, and where that fails, it is named."""
-    torch_versions.check("2.14.1+cu130")
-    monkeypatch.setattr(torch_versions, "OLDEST", (2, 8))
-    monkeypatch.setattr(torch_versions, "NEWEST_TRIED", (2, 14))
-    torch_versions.check("2.8.0")
-    with pytest.raises(ToolchainError, match=r"torch 2\.7\.1.* is older .*: 2\.8 to 2\.14 work"):
-        torch_versions.check("2.7.1+cu126")
-    assert torch_versions.advice("2.14.3+cu132") is None
-    assert "pip install 'torch==2.14.*'" in str(torch_versions.advice("3.0.0.dev20270101"))
-
-
 def test_a_new_torch_is_named_where_the_binding_does_not_compile(monkeypatch, tmp_path) -> None:
     """Not where kernels do not."""
     torch = pytest.importorskip("torch")
@@ -305,6 +215,79 @@ def test_the_binding_stands_before_the_kernels_of_one_build(monkeypatch, tmp_pat
     assert all(job.source.name.startswith("binding_") for job in built[0].compiles)
 
 
+# The backend
+
+
+@pytest.mark.parametrize(
+    ("asked", "nvcc", "cuda", "expected"),
+    [
+        ("", NVCC, "13.1", (Backend.cuda, "nvcc 13.0.88")),
+        ("cuda", NVCC, "13.0", (Backend.cuda, "")),
+        ("cpu", NVCC, "13.0", (Backend.cpu, "FLASH_ATTN_CUDA_BACKEND=cpu")),
+        ("", None, "13.0", (Backend.cpu, "there is no nvcc in ")),
+        ("", NVCC, None, (Backend.cpu, "without CUDA")),
+        ("", NVCC, "12.8", r"^torch was built for CUDA 12\.8 but /toolkit/bin/nvcc is CUDA 13\.0"),
+        (
+            "",
+            Nvcc(Path("/toolkit/bin/nvcc"), "11.8.89", ()),
+            "11.8",
+            r"nvcc 12\.0 or newer, and /toolkit.* is 11\.8\.89",
+        ),
+        ("cuda", None, "13.0", "BACKEND=cuda cannot be had: there is no nvcc in"),
+        ("cuda", NVCC, None, "was built without CUDA"),
+        ("binding", NVCC, None, r"binding cannot be had: torch .* without CUDA"),
+        ("gpu", NVCC, "13.0", "expected one of auto, cuda, cpu, binding, got 'gpu'"),
+    ],
+)
+def test_the_backend_is_chosen_by_nvcc_and_torch(monkeypatch, asked, nvcc, cuda, expected) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, asked)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if isinstance(expected, str):
+        with pytest.raises((ToolchainError, ValueError), match=expected):
+            build_extension.choose_backend()
+        return
+    choice = build_extension.choose_backend()
+    assert choice.backend is expected[0] and expected[1] in choice.reason
+    line = build_extension.announcement(choice)
+    assert ("CPU backend only" in line) is (choice.backend is Backend.cpu) and "\n" not in line
+
+
+def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
+    """It needs headers of torch's CUDA, of nvcc or of pip's packages, and no nvcc."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "binding")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    nvcc = replace(NVCC, include_dirs=(tmp_path / "toolkit",))
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    runtime, crt = (tmp_path / f"nvidia/cuda_{name}" for name in ("runtime", "nvcc"))
+    monkeypatch.setattr(toolchain, "_pip_cuda_roots", lambda: [crt, runtime])
+    (runtime / "include").mkdir(parents=True)
+    (runtime / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION 12080\n")
+    with pytest.raises(ToolchainError, match=r"no headers of CUDA 12: pip install 'nvidia-cuda-nv"):
+        build_extension.choose_backend()
+    (crt / "include/crt").mkdir(parents=True)
+    (crt / "include/crt/host_defines.h").touch()
+    assert build_extension.choose_backend().backend is Backend.binding
+    assert toolchain.cuda_headers(12) == (runtime / "include", crt / "include")
+    assert toolchain.cuda_headers(13) == (tmp_path / "toolkit",)
+
+
+def test_torchs_outside_of_the_range(monkeypatch) -> None:
+    """An older one is refused at once; a newer one is tried, and where that fails, it is named."""
+    assert torch_versions.OLDEST < torch_versions.NEWEST_TRIED
+    torch_versions.check("2.14.1+cu130")
+    monkeypatch.setattr(torch_versions, "OLDEST", (2, 8))
+    monkeypatch.setattr(torch_versions, "NEWEST_TRIED", (2, 14))
+    torch_versions.check("2.8.0")
+    assert torch_versions.requirement() == "torch>=2.8"
+    with pytest.raises(ToolchainError, match=r"torch 2\.7\.1.* is older .*: 2\.8 to 2\.14 work"):
+        torch_versions.check("2.7.1+cu126")
+    assert torch_versions.advice("2.14.3+cu132") is None
+    assert "pip install 'torch==2.14.*'" in str(torch_versions.advice("3.0.0.dev20270101"))
+
+
 @pytest.mark.parametrize(
     ("goal", "gpus", "variables", "expected"),
     [
@@ -319,8 +302,6 @@ def test_the_binding_stands_before_the_kernels_of_one_build(monkeypatch, tmp_pat
     ],
 )
 def test_what_the_makefile_installs(monkeypatch, capsys, goal, gpus, variables, expected) -> None:
-    for name in (build_extension.BACKEND_VARIABLE, "FLASH_ATTN_CUDA_ARCHS"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(archs, "usable_capabilities", lambda: gpus)
@@ -354,8 +335,7 @@ def test_tests_without_cuda_headers_take_the_cpu_backend(monkeypatch) -> None:
 
 
 def test_a_missing_torch_is_refused_with_what_helps(monkeypatch) -> None:
-    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Nvcc(Path("nvcc"), "13.0.88", ()))
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: NVCC)
     monkeypatch.setattr(toolchain, "make_torch_importable", lambda: False)
     with pytest.raises(ToolchainError, match=r"has no torch.*--no-build-isolation"):
         build_extension.choose_backend()
@@ -384,22 +364,28 @@ def test_torch_is_found_where_a_pth_file_names_it(tmp_path) -> None:
     subprocess.run([environment / "bin/python", "-c", script], env=variables, check=True)
 
 
+# Tools
+
+
 def test_ninja_is_found_on_path_where_its_package_does_not_know(tmp_path, monkeypatch) -> None:
     import ninja
 
-    program = tmp_path / "ninja"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert toolchain.find_ninja() == f"{ninja.BIN_DIR}/ninja"
+    of_package, on_path = (tmp_path / name / "ninja" for name in ("package", "path"))
+    for program in (of_package, on_path):
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setattr(ninja, "BIN_DIR", str(of_package.parent))
+    assert toolchain.find_ninja() == str(of_package)
     monkeypatch.setattr(ninja, "BIN_DIR", "")  # so it is under pip's build isolation
-    assert toolchain.find_ninja() == str(program)
-    program.unlink()
+    assert toolchain.find_ninja() == str(on_path)
+    on_path.unlink()
     with pytest.raises(ToolchainError, match="the program ninja is not installed: pip install"):
         toolchain.find_ninja()
 
 
-def test_ninja_is_needed_for_the_extension_alone(monkeypatch) -> None:
+def test_ninja_is_needed_for_the_extension_alone() -> None:
     script = (
         "import sys\n"
         "sys.modules['ninja'] = None\n"  # an import of it fails
@@ -410,38 +396,34 @@ def test_ninja_is_needed_for_the_extension_alone(monkeypatch) -> None:
         "except toolchain.ToolchainError as error:\n"
         "    print(error)\n"
     )
-    monkeypatch.setenv(build_extension.BACKEND_VARIABLE, "cpu")
+    variables = {**os.environ, build_extension.BACKEND_VARIABLE: "cpu"}
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", script],
+        cwd=REPO, env=variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert "ninja is not installed: pip install 'setuptools>=77.0.3' 'ninja>=1.11'" in result.stdout
 
 
-def test_kernels_without_nvcc_are_an_error_that_says_where_it_looked(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+@pytest.mark.parametrize(
+    ("nvcc", "message"),
+    [
+        (None, "error: .*CUDA_HOME.*PATH.*pip"),
+        (Nvcc(Path("nvcc"), "11.8.89", ()), r"nvcc 12\.0 or newer"),
+    ],
+)
+def test_kernels_without_an_nvcc_that_suits_are_an_error(
+    monkeypatch, capsys, nvcc, message
+) -> None:
+    toolchain.check_nvcc_version(Nvcc(Path("nvcc"), "12.0.76", ()))
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
     assert build_kernels.main([]) == 1
-    assert re.search("error: .*CUDA_HOME.*PATH.*pip", capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
-def test_nvcc_of_pips_packages_is_found_with_their_headers(tmp_path, monkeypatch) -> None:
-    root = tmp_path / "nvidia/cu13"
-    (root / "bin").mkdir(parents=True)
-    (root / "include").mkdir()
-    (root / "include/cuda_runtime.h").touch()
-    nvcc = root / "bin/nvcc"
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
-    nvcc.chmod(0o755)
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(toolchain, "target_site_packages", lambda: [tmp_path])
-    monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "absent")
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
-    found = toolchain.find_nvcc.__wrapped__()
-    assert found == Nvcc(nvcc, "13.0.88", (root / "include",))
-    assert found.major == 13
+NVCC_TEXT = "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n"
 
 
-def fake_nvcc(root: Path, text: str) -> Path:
+def fake_nvcc(root: Path, text: str = NVCC_TEXT) -> Path:
     """An executable bin/nvcc with this text, of a toolkit in ``root``."""
     nvcc = root / "bin/nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -450,13 +432,23 @@ def fake_nvcc(root: Path, text: str) -> Path:
     return nvcc
 
 
+def test_nvcc_of_pips_packages_is_found_with_their_headers(tmp_path, monkeypatch) -> None:
+    root = tmp_path / "nvidia/cu13"
+    nvcc = fake_nvcc(root)
+    (root / "include").mkdir()
+    (root / "include/cuda_runtime.h").touch()
+    monkeypatch.setattr(toolchain, "target_site_packages", lambda: [tmp_path])
+    monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "absent")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    found = toolchain.find_nvcc.__wrapped__()
+    assert found == Nvcc(nvcc, "13.0.88", (root / "include",))
+    assert found.major == 13
+
+
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_a_toolkit_that_is_named(tmp_path, monkeypatch, capsys, variable) -> None:
     """One that is not there is passed over, with a word; one whose nvcc does not run is refused."""
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    text = "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n"
-    on_path = fake_nvcc(tmp_path / "other", text)
+    on_path = fake_nvcc(tmp_path / "other")
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: str(on_path))
     monkeypatch.setenv(variable, str(tmp_path / "absent"))
     found = toolchain.find_nvcc.__wrapped__()
@@ -469,54 +461,11 @@ def test_a_toolkit_that_is_named(tmp_path, monkeypatch, capsys, variable) -> Non
 
 
 def test_an_nvcc_that_cannot_be_run_is_passed_over(tmp_path, monkeypatch) -> None:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(variable, raising=False)
     broken = fake_nvcc(tmp_path, "not a program")
     monkeypatch.setattr(toolchain, "target_site_packages", lambda: [])
     monkeypatch.setattr(toolchain, "SYSTEM_NVCC", tmp_path / "absent")
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: str(broken))
     assert toolchain.find_nvcc.__wrapped__() is None
-
-
-def test_an_nvcc_that_is_too_old_is_refused(monkeypatch, capsys) -> None:
-    toolchain.check_nvcc_version(Nvcc(Path("nvcc"), "12.0.76", ()))
-    old = Nvcc(Path("/toolkit/bin/nvcc"), "11.8.89", ())
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: old)
-    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(pytest.importorskip("torch").version, "cuda", "11.8")
-    with pytest.raises(ToolchainError, match=r"nvcc 12\.0 or newer, and /toolkit.* is 11\.8\.89"):
-        build_extension.choose_backend()
-    assert build_kernels.main([]) == 1
-    assert "nvcc 12.0 or newer" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
-def test_nvcc_says_what_it_compiles_for() -> None:
-    nvcc = toolchain.find_nvcc()
-    assert nvcc is not None and {80, 90} <= toolchain.nvcc_capabilities(nvcc)
-    options = build_kernels.BuildOptions(archs="80;85", jobs=1)
-    with pytest.raises(ArchError, match=r"ARCHS: nvcc .* compiles for 80, .*, got '85'"):
-        build_kernels.make_plan(options)
-
-
-@pytest.mark.parametrize("jobs", ["0", "-3", "two"])
-def test_the_job_count_of_the_command_line_is_checked(monkeypatch, capsys, jobs) -> None:
-    monkeypatch.setattr(build_kernels, "build", lambda options: None)
-    assert build_kernels.main([f"--jobs={jobs}"]) == 1
-    assert f"--jobs: expected a whole number of at least 1, got '{jobs}'" in capsys.readouterr().err
-
-
-def test_settings_that_are_empty_are_as_good_as_unset(monkeypatch) -> None:
-    names = ("ARCHS", "ROWS", "JOBS", "BUILD_DIR", "BACKEND")
-    for name in (*(f"FLASH_ATTN_CUDA_{name}" for name in names), "CXX"):
-        monkeypatch.setenv(name, "")
-    options = build_kernels.BuildOptions()
-    assert options.build_dir == REPO / "build/kernels"
-    assert options.jobs >= 1
-    assert toolchain.host_compiler() == "g++"
-    assert toolchain.nvcc_host_compiler_flags() == []
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    assert build_extension.choose_backend().backend is Backend.cpu
 
 
 def test_every_package_is_installed() -> None:
@@ -532,15 +481,19 @@ def test_every_package_is_installed() -> None:
 
 
 @pytest.fixture
-def wheel(tmp_path) -> Path:
+def wheel(tmp_path, monkeypatch) -> Path:
+    """Of which alone the headers are wanted; the pinned one."""
     path = tmp_path / "nvidia_cutlass.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(fetch.HEADERS_IN_WHEEL + "cutlass/version.h", "#define X\n")
         archive.writestr("cutlass_library/generator.py", "import os\n")
+    monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(path.read_bytes()).hexdigest())
     return path
 
 
 def test_a_tampered_wheel_is_refused_and_nothing_is_unpacked(wheel, tmp_path, monkeypatch) -> None:
+    with wheel.open("ab") as file:
+        file.write(b"more")
     monkeypatch.setattr(fetch, "download", lambda folder: wheel)
     include = tmp_path / "include"
     with pytest.raises(
@@ -551,31 +504,33 @@ def test_a_tampered_wheel_is_refused_and_nothing_is_unpacked(wheel, tmp_path, mo
 
 
 def test_the_pinned_wheel_is_unpacked_once(wheel, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(wheel.read_bytes()).hexdigest())
     downloads = []
     monkeypatch.setattr(fetch, "download", lambda folder: downloads.append(folder) or wheel)
     include = tmp_path / "third_party/include"
     assert fetch.fetch(include) == include
     assert fetch.fetch(include) == include
     assert len(downloads) == 1
+    fetch.unpack(wheel, include)  # after another build did
     names = [path.relative_to(include).as_posix() for path in include.rglob("*") if path.is_file()]
     assert names == ["cutlass/version.h"]
     assert list(include.parent.iterdir()) == [include]
 
 
-def test_unpacking_after_another_build_did_is_no_error(wheel, tmp_path) -> None:
-    fetch.unpack(wheel, tmp_path / "include")
-    fetch.unpack(wheel, tmp_path / "include")
+def test_headers_that_are_not_all_there_are_fetched(wheel, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fetch, "download", lambda folder: wheel)
+    include = tmp_path / "include"
+    include.mkdir()
+    fetch.fetch(include)
+    assert (include / "cutlass/version.h").is_file()
+    (include / "cutlass/version.h").rename(include / "something_else.h")
+    with pytest.raises(fetch.FetchError, match=r"without cutlass/version\.h: remove it"):
+        fetch.fetch(include)
 
 
-def test_cutlass_path_must_hold_the_headers(tmp_path, monkeypatch) -> None:
+def test_cutlass_path_must_hold_headers_of_the_pinned_version(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
     with pytest.raises(ToolchainError, match="CUTLASS_PATH"):
         toolchain.find_cutlass()
-
-
-def test_cutlass_path_must_hold_the_pinned_version(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
     cutlass_headers(tmp_path, "4.2.7")
     assert toolchain.find_cutlass() == tmp_path
     for version in ("4.3.0", "3.2.0"):
@@ -585,15 +540,3 @@ def test_cutlass_path_must_hold_the_pinned_version(tmp_path, monkeypatch) -> Non
     (tmp_path / "cutlass/version.h").write_text("#pragma once\n")
     with pytest.raises(ToolchainError, match=r"version\.h names no CUTLASS version"):
         toolchain.find_cutlass()
-
-
-def test_headers_that_are_not_all_there_are_fetched(wheel, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(wheel.read_bytes()).hexdigest())
-    monkeypatch.setattr(fetch, "download", lambda folder: wheel)
-    include = tmp_path / "include"
-    include.mkdir()
-    fetch.fetch(include)
-    assert (include / "cutlass/version.h").is_file()
-    (include / "cutlass/version.h").rename(include / "something_else.h")
-    with pytest.raises(fetch.FetchError, match=r"without cutlass/version\.h: remove it"):
-        fetch.fetch(include)

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
 from build_tools import build_kernels, jobs, ninja_build, toolchain
-from tests.building.folders import cutlass_headers
 from tests.building.kernel_rows import ROW
+from tests.building.project_tree import cutlass_headers
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -141,16 +141,6 @@ def test_another_environment_compiles_nothing(host_build, tmp_path, monkeypatch)
     assert len(edges_to_run(archive.parent)) == 2
 
 
-@pytest.mark.parametrize("cut", ["unit.o", "lib.a"])
-def test_what_was_cut_short_is_made_again(host_build, cut) -> None:
-    archive = host_build()
-    product = archive.parent / cut
-    whole = product.read_bytes()
-    product.write_bytes(whole[: len(whole) // 2])
-    host_build()
-    assert product.read_bytes() == whole
-
-
 def test_a_build_that_was_interrupted_goes_on(host_build) -> None:
     """A compiler that was killed leaves part of an object behind, under no name that is linked."""
     archive = host_build()
@@ -159,13 +149,6 @@ def test_a_build_that_was_interrupted_goes_on(host_build) -> None:
     (archive.parent / "unit.o").unlink()
     (archive.parent / "lib.a.new").write_bytes(b"half")
     assert host_build().read_bytes() == whole
-
-
-def test_a_build_that_fails_raises(host_build) -> None:
-    archive = host_build()
-    (archive.parent.parent / "value.h").write_text("#error no\n")
-    with pytest.raises(ninja_build.BuildError, match="status"):
-        host_build()
 
 
 def test_a_build_waits_for_another_one_in_its_folder(tmp_path, capsys) -> None:
@@ -265,14 +248,14 @@ def test_another_first_product_leaves_the_second_alone(two_products) -> None:
     assert two_products.begun == ["d"]
 
 
-@pytest.mark.parametrize("cut", ["first/a.o", "first/lib.a", "second/c.o", "second/lib.a"])
-def test_what_was_cut_short_of_any_product_is_made_again(two_products, cut) -> None:
+def test_what_was_cut_short_of_any_product_is_made_again(two_products) -> None:
     two_products.build()
-    damaged = two_products.folder / cut
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[: len(whole) // 2])
-    two_products.build()
-    assert damaged.read_bytes() == whole
+    for cut in ("first/a.o", "first/lib.a", "second/c.o", "second/lib.a"):
+        damaged = two_products.folder / cut
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[: len(whole) // 2])
+        two_products.build()
+        assert damaged.read_bytes() == whole, cut
 
 
 @pytest.mark.parametrize(("product", "is_compiled"), [("first", False), ("second", True)])

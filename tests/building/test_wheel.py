@@ -1,34 +1,38 @@
-"""The metadata of wheels and sdists: versions, the torch they require, licences, the command."""
+"""setup.py and the Makefile: what sdists, wheels and editable installs hold and say."""
 
 from __future__ import annotations
 
 import json
-import os
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from configparser import ConfigParser
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
 
 from build_tools import torch_versions
-from build_tools.build_extension import BACKEND_VARIABLE
+from build_tools.build_extension import BACKEND_VARIABLE, CHOICE_NAME
 from build_tools.torch_versions import TorchBuild
 from flash_attn_cuda import __version__
 from tests.building import project_tree
+from tests.building.project_tree import EXTENSION, REPO
+
+pytestmark = pytest.mark.xdist_group("wheel")  # that build in one tree
 
 LICENCES = ("LICENSE", "THIRD_PARTY_NOTICES.md")
-# Not importlib.util.find_spec: to be asked for pip, setuptools gives up its distutils for good, and
-# the compiler behind torch.compile then cannot import setuptools.
-needs_pip = pytest.mark.skipif(not list(distributions(name="pip")), reason="needs pip")
 PLAIN_TORCH = torch_versions.requirement()
+# A development version, which is required by a range.
+TORCH = TorchBuild("2.15.0.dev20261101+cu130", "13.0")
 # A front end calls each in a process of its own; the last line printed is the name of the result.
 HOOK = """
 import sys
@@ -40,30 +44,29 @@ out.mkdir()
 match sys.argv[2:]:
     case ["prepare"]:
         print(build_meta.prepare_metadata_for_build_wheel(str(out)))
-    case ["build", *metadata]:
-        print(build_meta.build_wheel(str(out), None, *metadata))
+    case ["build", metadata]:
+        print(build_meta.build_wheel(str(out), None, metadata))
     case ["build editable"]:
         print(build_meta.build_editable(str(out)))
 """
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return project_tree.copy_tree(tmp_path)
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return project_tree.copy_tree(tmp_path_factory.mktemp("project"))
 
 
-@pytest.fixture
-def compiled_tree(tree: Path) -> Path:
-    """A tree whose builds have an extension."""
-    project_tree.pretend_to_compile(tree)
-    return tree
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [project_tree.pretend_torch(tmp_path_factory.mktemp("torch"), TORCH.version, TORCH.cuda)]
 
 
-def build_wheel(tree: Path, **options) -> Path:
-    result = project_tree.setup(tree, "bdist_wheel", **options)
+def built(tree: Path, out: Path, *commands: str, **options) -> list[Path]:
+    """What the commands of setup.py leave in a folder, by name."""
+    asked = [part for name in commands for part in (name, f"--dist-dir={out}")]
+    result = project_tree.python(tree, "setup.py", "--quiet", *asked, **options)
     assert result.returncode == 0, result.stderr
-    (path,) = tree.glob("dist/*.whl")
-    return path
+    return sorted(out.iterdir())
 
 
 def call_hook(tree: Path, out: Path, *arguments: str, **options) -> Path:
@@ -71,6 +74,29 @@ def call_hook(tree: Path, out: Path, *arguments: str, **options) -> Path:
     result = project_tree.python(tree, "-c", HOOK, str(out), *arguments, **options)
     assert result.returncode == 0, result.stderr
     return out / result.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made where neither torch nor a backend can be had."""
+    no_torch = project_tree.hide_torch(tmp_path_factory.mktemp("no_torch"))
+    out = tmp_path_factory.mktemp("sdist")
+    (archive,) = built(tree, out, "sdist", backend="never asked for", path=[no_torch])
+    return archive
+
+
+@pytest.fixture(scope="module")
+def compiled(tree: Path, with_torch: list[Path], tmp_path_factory) -> list[Path]:
+    """Wheel and sdist of one run."""
+    return built(tree, tmp_path_factory.mktemp("compiled"), "sdist", "bdist_wheel", path=with_torch)
+
+
+@pytest.fixture(scope="module")
+def pure(tree: Path, compiled: list[Path], with_torch: list[Path], tmp_path_factory) -> Path:
+    """A wheel without extension, after a build with one, whose file is in the build folder."""
+    out = tmp_path_factory.mktemp("pure")
+    (wheel,) = built(tree, out, "bdist_wheel", backend="cpu", path=with_torch)
+    return wheel
 
 
 def read_from_wheel(wheel: Path, name: str) -> str:
@@ -84,9 +110,14 @@ def metadata_of(wheel: Path) -> Message:
     return Parser().parsestr(read_from_wheel(wheel, "METADATA"))
 
 
-def required_torch(metadata: Message) -> list[str]:
-    """Its requirements without those of extras."""
-    return [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
+def required_torch(metadata: Message) -> set[str]:
+    """What its one requirement without those of extras says."""
+    (required,) = (x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x)
+    return set(required.removeprefix("torch").split(","))
+
+
+def bounds(requirement: str) -> set[str]:
+    return set(requirement.removeprefix("torch").split(","))
 
 
 # What the versions of a torch say
@@ -96,15 +127,11 @@ def required_torch(metadata: Message) -> list[str]:
     ("version", "cuda", "local", "requirement"),
     [
         ("2.14.1+cu130", "13.0", "torch2.14.cu130", "torch==2.14.*"),
-        ("2.6.0+cu124", "12.4", "torch2.6.cu124", "torch==2.6.*"),
-        ("2.14.1", "13.0", "torch2.14.cu130", "torch==2.14.*"),
         ("2.14.1.post1", "13.0", "torch2.14.cu130", "torch==2.14.*"),
         ("2.14.1+cpu", None, "torch2.14", "torch==2.14.*"),
-        ("2.14.0+rocm7.1", None, "torch2.14", "torch==2.14.*"),
         ("2.15.0.dev20261101+cu130", "13.0", "torch2.15.cu130", "torch>=2.15.dev0,<2.16"),
         ("2.15.0rc3", "13.2", "torch2.15.cu132", "torch>=2.15.dev0,<2.16"),
         ("2.9.0a0+145a3a7.nv25.10", "13.0", "torch2.9.cu130", "torch>=2.9.dev0,<2.10"),
-        ("3.0.0", "13.0", "torch3.0.cu130", "torch==3.0.*"),
     ],
 )
 def test_a_torch_build_gives_local_version_and_requirement(
@@ -130,7 +157,6 @@ def test_a_version_that_cannot_be_read_is_named(version: str) -> None:
             ["2.15.0.dev20261101+cu130", "2.15.0rc1", "2.15.0a0+1234567", "2.15.0", "2.15.2+cu130"],
             ["2.14.9", "2.16.0.dev20261224", "2.16.0"],
         ),
-        ("2.15.0a0+1234567", ["2.15.0a0+1234567"], ["2.14.1"]),
     ],
 )
 def test_the_requirement_is_met_by_one_minor(built_for, runs, does_not_run) -> None:
@@ -143,220 +169,178 @@ def test_the_requirement_is_met_by_one_minor(built_for, runs, does_not_run) -> N
 def test_the_present_torch_is_read() -> None:
     present = torch_versions.present_torch()
     assert (present.version, present.cuda) == (torch.__version__, torch.version.cuda)
-    minor = ".".join(torch.__version__.split(".")[:2])
-    assert present.local_version.startswith(f"torch{minor}")
 
 
-def test_supported_torch_is_a_range() -> None:
-    assert torch_versions.OLDEST < torch_versions.NEWEST_TRIED
-    major, minor = torch_versions.OLDEST
-    assert torch_versions.requirement() == f"torch>={major}.{minor}"
+# What is built
 
 
-# Wheels
-
-
-def test_a_wheel_with_extension_names_and_requires_its_torch(
-    compiled_tree: Path, tmp_path: Path
-) -> None:
-    """Of a development version, which is required by a range."""
-    version, cuda = "2.15.0.dev20261101+cu130", "13.0"
-    stub = project_tree.pretend_torch(tmp_path, version, cuda)
-    wheel = build_wheel(compiled_tree, path=[stub])
-    build = TorchBuild(version, cuda)
+def test_a_wheel_with_extension_names_and_requires_its_torch(compiled: list[Path]) -> None:
+    wheel, sdist = compiled
+    assert sdist.name == f"flash_attn_cuda-{__version__}.tar.gz"
     metadata = metadata_of(wheel)
-    assert metadata["Version"] == f"{__version__}+{build.local_version}"
-    assert wheel.name.startswith(f"flash_attn_cuda-{__version__}+{build.local_version}-cp")
-    (required,) = required_torch(metadata)
-    assert sorted(required.removeprefix("torch").split(",")) == sorted(
-        build.requirement.removeprefix("torch").split(",")
-    )
+    assert metadata["Version"] == f"{__version__}+{TORCH.local_version}"
+    assert wheel.name.startswith(f"flash_attn_cuda-{__version__}+{TORCH.local_version}-cp")
+    assert required_torch(metadata) == bounds(TORCH.requirement)
     with zipfile.ZipFile(wheel) as archive:
-        assert f"flash_attn_cuda/{project_tree.EXTENSION}" in archive.namelist()
+        assert f"flash_attn_cuda/{EXTENSION}" in archive.namelist()
 
 
-def test_a_wheel_without_extension_takes_every_supported_torch(tree: Path, tmp_path: Path) -> None:
-    stub = project_tree.pretend_torch(tmp_path, "2.14.1+cu130", "13.0")
-    wheel = build_wheel(tree, backend="cpu", path=[stub])
-    assert wheel.name == f"flash_attn_cuda-{__version__}-py3-none-any.whl"
-    metadata = metadata_of(wheel)
+def test_a_wheel_without_extension_says_why_and_takes_every_supported_torch(pure: Path) -> None:
+    assert pure.name == f"flash_attn_cuda-{__version__}-py3-none-any.whl"
+    metadata = metadata_of(pure)
     assert metadata["Version"] == __version__
-    assert required_torch(metadata) == [PLAIN_TORCH]
-    check_licences_and_command(wheel)
-
-
-def check_licences_and_command(wheel: Path) -> None:
-    """Which every wheel has."""
-    metadata = metadata_of(wheel)
+    assert required_torch(metadata) == bounds(PLAIN_TORCH)
+    with zipfile.ZipFile(pure) as wheel:
+        names = wheel.namelist()
+        record = json.loads(wheel.read(f"flash_attn_cuda/{CHOICE_NAME}"))
+    assert record == {"backend": "cpu", "reason": f"{BACKEND_VARIABLE}=cpu"}
+    packages = (REPO / "flash_attn_cuda").rglob("__init__.py")
+    assert {path.relative_to(REPO).as_posix() for path in packages} <= set(names)
+    assert not any(name.endswith(".so") for name in names)
+    # What every wheel has:
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata.get_all("License-File") == list(LICENCES)
     for name in LICENCES:
-        assert read_from_wheel(wheel, f"licenses/{name}") == (project_tree.REPO / name).read_text()
+        assert read_from_wheel(pure, f"licenses/{name}") == (REPO / name).read_text()
     entry_points = ConfigParser()
-    entry_points.read_string(read_from_wheel(wheel, "entry_points.txt"))
+    entry_points.read_string(read_from_wheel(pure, "entry_points.txt"))
     assert dict(entry_points["console_scripts"]) == {
         "flash-attn-cuda": "flash_attn_cuda.__main__:run"
     }
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_prepared_metadata_is_that_of_the_wheel(tree: Path, tmp_path: Path, compiled: bool) -> None:
-    """Both as pip builds, which hands the metadata back, and of a wheel built from nothing."""
-    if compiled:
-        project_tree.pretend_to_compile(tree)
-    stub = project_tree.pretend_torch(tmp_path, "2.14.1+cu130", "13.0")
-    options = {"backend": "auto" if compiled else "cpu", "path": [stub]}
-    prepared = call_hook(tree, tmp_path / "prepared", "prepare", **options)
-    whole = call_hook(tree, tmp_path / "whole", "build", **options)
-    continued = call_hook(tree, tmp_path / "continued", "build", str(prepared), **options)
-    assert whole.name == continued.name
-    assert whole.name.startswith(f"{prepared.name.removesuffix('.dist-info')}-")
-    assert ("+torch2.14.cu130" in whole.name) == compiled
-    for wheel in (whole, continued):
+def test_prepared_metadata_is_that_of_the_wheel(
+    tree: Path, compiled: list[Path], pure: Path, with_torch: list[Path], tmp_path: Path
+) -> None:
+    """As pip builds, which hands the metadata back, and of a wheel built from nothing."""
+    for backend, wheel in (("auto", compiled[0]), ("cpu", pure)):
+        options = {"backend": backend, "path": with_torch}
+        prepared = call_hook(tree, tmp_path / backend, "prepare", **options)
+        assert wheel.name.startswith(f"{prepared.name.removesuffix('.dist-info')}-")
         assert read_from_wheel(wheel, "METADATA") == (prepared / "METADATA").read_text()
+        if backend == "auto":
+            continued = call_hook(tree, tmp_path / "wheel", "build", str(prepared), **options)
+            assert continued.name == wheel.name
+            assert metadata_of(continued).items() == metadata_of(wheel).items()
 
 
 def test_an_editable_install_has_the_metadata_of_the_wheel(
-    compiled_tree: Path, tmp_path: Path
+    tree: Path, compiled: list[Path], with_torch: list[Path], tmp_path: Path
 ) -> None:
-    stub = project_tree.pretend_torch(tmp_path, "2.14.1+cu130", "13.0")
-    wheel = call_hook(compiled_tree, tmp_path / "out", "build editable", path=[stub])
-    metadata = metadata_of(wheel)
-    assert metadata["Version"] == f"{__version__}+torch2.14.cu130"
-    assert required_torch(metadata) == ["torch==2.14.*"]
+    wheel = call_hook(tree, tmp_path / "out", "build editable", path=with_torch)
+    assert metadata_of(wheel).items() == metadata_of(compiled[0]).items()
 
 
-def test_sdist_and_wheel_of_one_run_each_have_their_own(
-    compiled_tree: Path, tmp_path: Path
-) -> None:
-    stub = project_tree.pretend_torch(tmp_path, "2.14.1+cu130", "13.0")
-    result = project_tree.setup(compiled_tree, "sdist", "bdist_wheel", path=[stub])
+def test_an_editable_install_without_extension_removes_an_old_one(tree: Path) -> None:
+    package = tree / "flash_attn_cuda"
+    (package / EXTENSION).touch()
+    (package / "_C.another-python.so").touch()
+    command = ("setup.py", "--quiet", "build_ext", "--inplace")
+    result = project_tree.python(tree, *command, backend="cpu")
     assert result.returncode == 0, result.stderr
-    (sdist,) = compiled_tree.glob("dist/*.tar.gz")
-    (wheel,) = compiled_tree.glob("dist/*.whl")
+    assert "CPU backend only" in result.stderr
+    assert [path.name for path in package.glob("_C.*.so")] == ["_C.another-python.so"]
+    assert json.loads((package / CHOICE_NAME).read_text())["backend"] == "cpu"
+
+
+def test_an_sdist_has_the_plain_version_and_what_tests_need(tree: Path, sdist: Path) -> None:
     assert sdist.name == f"flash_attn_cuda-{__version__}.tar.gz"
-    assert metadata_of(wheel)["Version"] == f"{__version__}+torch2.14.cu130"
-    assert required_torch(metadata_of(wheel)) == ["torch==2.14.*"]
-
-
-def test_a_torch_that_cannot_be_read_is_said_in_a_line(compiled_tree: Path, tmp_path: Path) -> None:
-    stub = project_tree.pretend_torch(tmp_path, "main", "13.0")
-    result = project_tree.setup(compiled_tree, "bdist_wheel", path=[stub])
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: torch: expected")
-
-
-# Sdists
-
-
-@pytest.fixture
-def sdist(compiled_tree: Path, tmp_path: Path) -> Path:
-    """Made where neither torch nor a backend can be had."""
-    no_torch = tmp_path / "no_torch"
-    no_torch.mkdir()
-    path = [project_tree.hide_torch(no_torch)]
-    result = project_tree.setup(compiled_tree, "sdist", backend="never asked for", path=path)
-    assert result.returncode == 0, result.stderr
-    (archive,) = compiled_tree.glob("dist/*.tar.gz")
-    return archive
-
-
-def unpack(sdist: Path, folder: Path) -> Path:
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder)
-    return folder / sdist.name.removesuffix(".tar.gz")
-
-
-def test_an_sdist_has_the_plain_version_and_all_texts(sdist: Path, tmp_path: Path) -> None:
-    assert sdist.name == f"flash_attn_cuda-{__version__}.tar.gz"
-    root = unpack(sdist, tmp_path)
-    metadata = Parser().parsestr((root / "PKG-INFO").read_text())
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        file = archive.extractfile(f"flash_attn_cuda-{__version__}/PKG-INFO")
+        assert file is not None
+        metadata = Parser().parsestr(file.read().decode())
     assert metadata["Version"] == __version__
-    assert required_torch(metadata) == [PLAIN_TORCH]
+    assert required_torch(metadata) == bounds(PLAIN_TORCH)
     # Else a resolver may hold the sdist's requirement to be that of every wheel made of it.
     assert "requires-dist" in {field.lower() for field in metadata.get_all("Dynamic", [])}
-    for name in (*LICENCES, "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "setup.py"):
-        assert (root / name).is_file(), name
+    left_out = ("benchmarks/results/", "tests/gpu_results/")
+    assert not [name for name in names if name.startswith(left_out)]
+    code = {
+        path.relative_to(tree).as_posix()
+        for folder in ("benchmarks", "build_tools", "csrc", "docs", "examples", "tests")
+        for path in tree.glob(f"{folder}/**/*.*")
+        if path.suffix in (".cpp", ".cu", ".h", ".json", ".md", ".py", ".sh", ".txt")
+    }
+    assert "tests/conftest.py" in code and "tests/host/main.cpp" in code
+    assert [name for name in code - names if not name.startswith(left_out)] == []
+    texts = {*LICENCES, "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "Makefile"}
+    assert texts | {"pyproject.toml", "setup.py", "third_party/cutlass/fetch.py"} <= names
 
 
-def test_a_wheel_of_an_sdist_keeps_its_version(sdist: Path, tmp_path: Path) -> None:
+def test_a_wheel_of_an_sdist_keeps_its_version(
+    sdist: Path, with_torch: list[Path], tmp_path: Path
+) -> None:
     """pip turns down one that has another than the sdist's file name says."""
-    stub = project_tree.pretend_torch(tmp_path, "2.14.1+cu130", "13.0")
-    wheel = build_wheel(unpack(sdist, tmp_path), path=[stub])
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path)
+    tree = tmp_path / sdist.name.removesuffix(".tar.gz")
+    (wheel,) = built(tree, tmp_path / "out", "bdist_wheel", path=with_torch)
     assert wheel.name.startswith(f"flash_attn_cuda-{__version__}-cp")
     assert metadata_of(wheel)["Version"] == __version__
-    assert required_torch(metadata_of(wheel)) == ["torch==2.14.*"]
+    assert required_torch(metadata_of(wheel)) == bounds(TORCH.requirement)
 
 
-# What is in every wheel
+def test_what_is_wrong_is_said_in_a_line(tree: Path, tmp_path: Path) -> None:
+    unreadable = project_tree.pretend_torch(tmp_path, "main", "13.0")
+    wrong: list[tuple[str, Sequence[Path], str]] = [
+        ("gpu", (), f"{BACKEND_VARIABLE}: expected one of auto, cuda, cpu, binding, got 'gpu'"),
+        ("auto", [unreadable], "torch: expected"),
+    ]
+    for backend, path, message in wrong:
+        result = project_tree.python(tree, "setup.py", "bdist_wheel", backend=backend, path=path)
+        assert result.returncode == 1
+        assert "Traceback" not in result.stderr
+        assert result.stderr.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_an_old_setuptools_is_refused_with_what_to_install() -> None:
+    script = (
+        "import runpy, sys\n"
+        "import setuptools\n"
+        "setuptools.__version__ = '77.0.2'\n"
+        "sys.modules['setuptools.command.bdist_wheel'] = None\n"  # an import of it fails
+        "sys.argv = ['setup.py', 'egg_info']\n"
+        "runpy.run_path('setup.py')\n"
+    )
+    result = project_tree.python(REPO, "-c", script)
+    assert result.returncode == 1
+    assert (
+        "error: flash_attn_cuda builds with setuptools 77.0.3 or newer, not 77.0.2: "
+        "pip install 'setuptools>=77.0.3' 'ninja>=1.11'"
+    ) in result.stderr
+
+
+# What they are made of
 
 
 def test_the_notices_have_what_is_compiled_in() -> None:
-    notices = (project_tree.REPO / "THIRD_PARTY_NOTICES.md").read_text()
+    notices = (REPO / "THIRD_PARTY_NOTICES.md").read_text()
     for holder in ("NVIDIA CORPORATION & AFFILIATES", "Duane Merrill", "Wenzel Jakob", "Facebook"):
         assert holder in notices
     assert notices.count("Redistributions in binary form must reproduce") == 4
 
 
-def test_the_command_runs(monkeypatch, capsys) -> None:
-    command = EntryPoint("flash-attn-cuda", "flash_attn_cuda.__main__:run", "console_scripts")
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("name", ["flash-attn-cuda", "python -m flash_attn_cuda"])
+def test_the_command_names_itself(monkeypatch, capsys, name: str) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/flash-attn-cuda", "--help"])
     monkeypatch.setattr("signal.signal", lambda *_: None)  # not of these tests
+    command = EntryPoint("flash-attn-cuda", "flash_attn_cuda.__main__:run", "console_scripts")
     with pytest.raises(SystemExit) as stop:
-        command.load()()
+        if name == command.name:
+            command.load()()
+        else:
+            runpy.run_module("flash_attn_cuda", run_name="__main__")
     assert stop.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: flash-attn-cuda ")
+    assert capsys.readouterr().out.startswith(f"usage: {name} ")
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_the_module_names_itself(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["flash_attn_cuda", "--help"])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit):
-        runpy.run_module("flash_attn_cuda", run_name="__main__")
-    assert capsys.readouterr().out.startswith("usage: python -m flash_attn_cuda ")
-
-
-# What pip makes of it
-
-
-def pip_would_install(folder: Path, *arguments: str) -> dict[str, str] | None:
-    """Versions by name; None where pip refuses. Without network, whatever settings pip has."""
-    report = folder / "report.json"
-    options = ("--dry-run", "--no-index", "--no-build-isolation", "--report", str(report))
-    command = [sys.executable, "-m", "pip", "--isolated", "install", *options, *arguments]
-    settings = {"PIP_CONFIG_FILE": os.devnull, BACKEND_VARIABLE: "auto"}
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **settings}, capture_output=True)
-    if done.returncode:
-        return None
-    packages = (item["metadata"] for item in json.loads(report.read_text())["install"])
-    return {package["name"]: package["version"] for package in packages}
-
-
-@needs_pip
-def test_pip_takes_a_wheel_for_the_torch_that_is_there(tree: Path, tmp_path: Path) -> None:
-    present = torch_versions.present_torch()
-    project_tree.pretend_to_compile(tree)
-    made = pip_would_install(tmp_path, str(build_wheel(tree)))
-    assert made == {"flash-attn-cuda": f"{__version__}+{present.local_version}"}
-
-
-@needs_pip
-def test_pip_refuses_a_wheel_for_another_torch(compiled_tree: Path, tmp_path: Path) -> None:
-    """It takes the same wheel where it is not to look at requirements."""
-    stub = project_tree.pretend_torch(tmp_path, "1.0.0+cu130", "13.0")
-    wheel = str(build_wheel(compiled_tree, path=[stub]))
-    assert pip_would_install(tmp_path, wheel) is None
-    taken = pip_would_install(tmp_path, "--no-deps", wheel)
-    assert taken == {"flash-attn-cuda": f"{__version__}+torch1.0.cu130"}
-
-
-@needs_pip
-def test_pip_takes_an_sdist_that_it_finds_by_name(sdist: Path, tmp_path: Path) -> None:
-    """Its wheel has the version of its file name, or pip would turn it down."""
-    options = ("--no-deps", "--ignore-installed")  # the package may be installed here
-    options += ("--find-links", str(sdist.parent))
-    assert pip_would_install(tmp_path, *options, "flash-attn-cuda") == {
-        "flash-attn-cuda": __version__
-    }
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_takes_a_python_whose_path_has_a_space() -> None:
+    goals = (REPO / "Makefile").read_text().partition(".PHONY: ")[2].split("\n")[0].split()
+    for goal in set(goals) - {"clean"}:
+        command = ["make", "--dry-run", "PYTHON=/with a space/python", goal]
+        result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+        lines = [line for line in result.stdout.splitlines() if "python" in line]
+        assert lines and all("/with a space/python" in shlex.split(line) for line in lines), goal

@@ -37,43 +37,36 @@ def test_dtensors_over_batch_and_heads(four: Ranks) -> None:
     four.run(dtensor_cases.over_two_dimensions)
 
 
-# A compile takes seconds on every rank: options show each scheme, and of what else is compiled one
-# scheme each shows a mechanism.
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_compile_takes_options_and_documents(two: Ranks, scheme: str) -> None:
-    two.run(cases.compiled_options, scheme)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "backend", "seqlens"),
-    [("ring", "aot_eager", (16, 32, 16)), ("ulysses", "eager", (16, 16))],
-)
-def test_compile_a_model(two: Ranks, scheme: str, backend: str, seqlens: tuple[int, ...]) -> None:
-    """Another length compiles anew."""
-    two.run(cases.compiled, scheme, backend, seqlens)
-
-
-def test_compile_ulysses_and_ring(four: Ranks) -> None:
-    four.run(cases.compiled, "ulysses+ring", "aot_eager", (16,), 2)
-
-
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
-def test_compile_where_ranks_send_nothing(four: Ranks, scheme: str) -> None:
-    four.run(cases.compiled_where_ranks_send_nothing, scheme)
-
-
-def test_compile_takes_dropout(two: Ranks) -> None:
-    two.run(cases.compiled_dropout)
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not-reentrant"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_checkpoint(two: Ranks, scheme: str, use_reentrant: bool) -> None:
     two.run(cases.checkpointed, scheme, use_reentrant)
 
 
+# A compile takes seconds on every rank: each scheme and each mechanism is compiled once.
+
+
+def test_compile_takes_options_and_documents(two: Ranks) -> None:
+    two.run(cases.compiled_options, "all_gather")
+
+
+def test_compile_ulysses_and_ring(four: Ranks) -> None:
+    four.run(cases.compiled_options, "ulysses+ring", 2)
+
+
+def test_compile_a_model(two: Ranks) -> None:
+    """Another length compiles anew."""
+    two.run(cases.compiled, "ring", (16, 32, 16))
+
+
 def test_compile_a_checkpoint(two: Ranks) -> None:
     use_reentrant, is_compiled = False, True
-    two.run(cases.checkpointed, "all_gather", use_reentrant, is_compiled)
+    two.run(cases.checkpointed, "ulysses", use_reentrant, is_compiled)
+
+
+def test_compile_where_ranks_send_nothing(two: Ranks) -> None:
+    two.run(cases.compiled_where_ranks_send_nothing)
+
+
+def test_compile_takes_dropout(two: Ranks) -> None:
+    two.run(cases.compiled_dropout)

@@ -182,19 +182,22 @@ class Share:
 
 
 def run_calls(options: argparse.Namespace, checked_by: Check = check) -> Tally:
-    """The calls in options.processes side by side until options.seconds are over. A process that
-    crashes, or does not end within GRACE of that, is a failure.
+    """The calls in options.processes side by side until options.seconds are over, which count from
+    when all have begun. A process that crashes, or does not end within GRACE of that, is a failure.
     """
-    deadline = time.time() + options.seconds
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.fuzz.run"])
     shares = []
     for number in range(options.processes):
         reader, writer = context.Pipe(duplex=False)
-        arguments = (options, number, deadline, checked_by, writer)
+        arguments = (options, number, checked_by, writer)
         process = context.Process(target=_run_share, args=arguments)
         process.start()
         writer.close()  # so that the reader sees the end of the process
         shares.append(Share(process, reader))
+    for share in shares:
+        share.reader.poll(None)
+    deadline = time.time() + options.seconds
     tally = Tally()
     telling = {share.reader: share for share in shares}
     while telling and (left := deadline + GRACE - time.time()) > 0.0:
@@ -226,10 +229,11 @@ def _unfinished(options: argparse.Namespace, share: Share, what: str) -> Outcome
 
 
 def _run_share(
-    options: argparse.Namespace, share: int, deadline: float, checked_by: Check, writer: Connection
+    options: argparse.Namespace, share: int, checked_by: Check, writer: Connection
 ) -> None:
+    deadline = time.time() + options.seconds
     # Where it is when it does not end, to stderr.
-    faulthandler.dump_traceback_later(max(1.0, deadline + GRACE - 5.0 - time.time()))
+    faulthandler.dump_traceback_later(max(1.0, options.seconds + GRACE - 5.0))
     for number in _numbers_of(options, share):
         if time.time() > deadline:
             break

@@ -39,7 +39,7 @@ def test_calls(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_on_the_cpu(kind: str) -> None:
-    check_calls(kind, 10, "cpu", 4_000.0)
+    check_calls(kind, 5, "cpu", 4_000.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,48 +96,42 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{ON_CPU.replace('4e3', '4000.0')} --first {number} --calls 1" in text
 
 
-def refuse_some(call: RandomCall, seed: int) -> str | None:
-    if seed == 1:
-        raise NotImplementedError("this one")
-    if seed == 3:
-        raise RuntimeError("no compiled kernel covers it")
-    return "some of it" if seed == 2 else None
+def refuse_fail_and_stop(call: RandomCall, number: int) -> str | None:
+    """Even numbers end in a crash, odd ones in a call that does not end."""
+    match number:
+        case 2:
+            raise NotImplementedError("this one")
+        case 4:
+            raise RuntimeError("no compiled kernel covers it")
+        case 6:
+            raise AssertionError("the seventh call")
+        case 8:
+            os._exit(5)
+        case 5:
+            time.sleep(600.0)
+    return "some of it" if number == 3 else None
 
 
-def fail_and_crash(call: RandomCall, seed: int) -> str | None:
-    assert seed != 1, "the second call"
-    if seed == 3:
-        os._exit(5)
-    return None
-
-
-def sleep_on_the_third(call: RandomCall, seed: int) -> str | None:
-    if seed == 2:
-        time.sleep(600.0)
-    return None
-
-
-def test_processes_side_by_side() -> None:
-    options = run.parse(f"--kinds packed cache --calls 8 --processes 2 {ON_CPU}".split())
-    tally = run.run_calls(options, refuse_some)
-    assert tally.counts == {("packed", RIGHT): 4, ("cache", RIGHT): 2, ("cache", REFUSED): 2}
+def test_processes_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of a call, nothing before it is lost, and it is named."""
+    monkeypatch.setattr(run, "GRACE", 1.0)
+    options = run.parse(f"--kinds packed cache --processes 2 --seconds 5 {ON_CPU}".split())
+    tally = run.run_calls(options, refuse_fail_and_stop)
+    right = {("packed", RIGHT): 1, ("cache", RIGHT): 2}
+    assert tally.counts == right | {
+        ("packed", REFUSED): 2,
+        ("packed", WRONG): 2,
+        ("cache", WRONG): 1,
+    }
     refusals = {"this one": 1, "some of it": 1, "no compiled kernel covers it": 1}
     assert tally.refusals == refusals
-    assert not tally.failures
+    wrong, *stopped = tally.failures
+    assert "the seventh call" in wrong and "--first 6 --calls 1" in wrong
+    crashed, endless = sorted(stopped)
+    assert "CRASHED (5)" in crashed and "--first 8 --calls 1" in crashed
+    assert "DID NOT END" in endless and "--first 5 --calls 1" in endless
 
 
-def test_a_crash_is_named_and_nothing_before_it_is_lost() -> None:
-    options = run.parse(f"--kinds dense --calls 9 {ON_CPU}".split())
-    tally = run.run_calls(options, fail_and_crash)
-    assert tally.counts == {("dense", RIGHT): 2, ("dense", WRONG): 2}
-    wrong, crashed = tally.failures
-    assert "the second call" in wrong and "--first 1 --calls 1" in wrong
-    assert "CRASHED (5)" in crashed and "--first 3 --calls 1" in crashed
-
-
-def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "GRACE", 1.0)
-    options = run.parse(f"--kinds dense --seconds 10 {ON_CPU}".split())
-    tally = run.run_calls(options, sleep_on_the_third)
-    assert tally.counts == {("dense", RIGHT): 2, ("dense", WRONG): 1}
-    assert "DID NOT END" in tally.failures[0] and "--first 2 --calls 1" in tally.failures[0]
+def test_so_many_calls_and_no_more() -> None:
+    options = run.parse(f"--kinds dense --first 3 --calls 5 --processes 2 {ON_CPU}".split())
+    assert [list(run._numbers_of(options, share)) for share in range(2)] == [[3, 5, 7], [4, 6]]

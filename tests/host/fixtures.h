@@ -23,14 +23,20 @@ inline constexpr DeviceInfo rtx4090{
 inline constexpr DeviceInfo h200{
     .compute_capability = 90, .num_sms = 132, .smem_per_block = 227 * 1024, .l2_bytes = 50 << 20};
 
+// (B, Sq, Sk, Hq, Hk, D, Dv) of a call; values are as wide as keys unless it says otherwise.
+constexpr AttentionShape sizes(int batch_size, int seqlen_q, int seqlen_k, int num_heads_q,
+                               int num_heads_k, int head_dim, int head_dim_v = 0) {
+  return {.batch_size = batch_size,
+          .seqlen_q = seqlen_q,
+          .seqlen_k = seqlen_k,
+          .num_heads_q = num_heads_q,
+          .num_heads_k = num_heads_k,
+          .head_dim = head_dim,
+          .head_dim_v = head_dim_v == 0 ? head_dim : head_dim_v};
+}
+
 // A call of a training step: 16k tokens in sequences of 4,096.
-inline constexpr AttentionShape training{.batch_size = 4,
-                                         .seqlen_q = 4096,
-                                         .seqlen_k = 4096,
-                                         .num_heads_q = 16,
-                                         .num_heads_k = 16,
-                                         .head_dim = 128,
-                                         .head_dim_v = 128};
+inline constexpr AttentionShape training = sizes(4, 4096, 4096, 16, 16, 128);
 
 inline ForwardInstance forward_instance(const char* name, int head_dim, MaskKind mask,
                                         KernelFamily family = KernelFamily::sm80,

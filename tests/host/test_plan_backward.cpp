@@ -6,6 +6,8 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
+#include "plan_table.h"
+#include "workspaces.h"
 
 using namespace host_tests;
 
@@ -15,6 +17,50 @@ BackwardPlan plan(const AttentionShape& shape, Window window = {},
                   const DeviceInfo& device = h200) {
   return plan_backward(call<BackwardParams>(shape, window), device, backward_table());
 }
+
+constexpr PlannedCall plans[] = {
+    // Tiles cover the keys of every key head.
+    {"40 4096 129 16 8 128", "key_tiles=2 heads=8 tiles=640 splits=1"},
+    // They run up, and a left bound alone turns them round.
+    {"4 4096 4096 16 16 128", "row=hd128_full descends=no"},
+    {"4 4096 4096 16 16 128 causal", "row=hd128_windowed descends=no"},
+    {"4 4096 4096 16 16 128 left=100", "descends=yes"},
+    {"4 4096 4096 16 16 128 left=100 right=100", "descends=no"},
+
+    // A section holds the heads whose queries fill half of L2, 25 MiB. Q, dO and the fp32 dQ of a
+    // head: 4096 * 128 * (2 + 2 + 4) bytes = 4 MiB: 6 fit, 8 divide 64.
+    {"4 4096 4096 16 16 128", "section=8"},
+    {"4 4096 4096 16 8 128", "section=4"},  // 8 MiB a key head: 3 fit, 4 divide 32
+    {"4 65536 4096 16 8 128", "section=1"},
+    // Q and dO shrink, the fp32 dQ stays at its bucket: 4096 * (4 * 72 + 4 * 128) = 3.1 MiB.
+    {"4 4096 4096 16 16 72", "section=8"},
+    // Of unequal tiles it evens them out: 2 for each of 132 SMs are 9 heads of 32; 16 divide 64.
+    {"4 4096 4096 16 16 128 causal", "section=16"},
+
+    // Splits are the fewest that fill the device twice: 16 key tiles * 4 key heads = 64 CTAs;
+    // 2 * 132 wanted: 5 would do, the next divisor of 16 is 8. They share a section.
+    {"1 2048 2048 64 4 128", "splits=8 heads=32 tiles=512 section=8"},
+    {"2 2048 2048 64 4 128", "splits=4"},  // 128 CTAs: 4 splits give 512, 2 only 256
+    {"5 2048 2048 64 4 128", "splits=1"},  // 320 CTAs are enough
+    {"1 2048 2048 64 4 128 sms=32", "splits=1"},
+    {"1 128 128 2 2 64", "splits=1"},
+    {"1 128 4096 8 1 64", "splits=1"},  // long keys, short queries: partials would outgrow dQ
+    // They would leave the rows of left padding unwritten.
+    {"1 2048 2048 64 4 128 used_k", "splits=8"},
+    {"1 2048 2048 64 4 128 used_k leftpad", "splits=1 heads=4"},
+    {"1 2048 2048 64 4 128 used_k leftpad packed", "splits=1"},
+
+    // Query tiles are counted over all sequences, in tiles of 64 rows.
+    {"4 0 4096 16 16 128", "q_tiles=0"},
+    {"4 1 4096 16 16 128", "q_tiles=4"},
+    {"4 64 4096 16 16 128", "q_tiles=4"},
+    {"4 65 4096 16 16 128", "q_tiles=8"},
+    {"4 4096 4096 16 16 128", "q_tiles=256"},
+    // The nonempty side of an empty call still has a grid.
+    {"4 0 4096 16 2 128 causal", "grid=256 splits=1"},
+    {"4 4096 0 16 16 128 causal", "grid=0 splits=1"},
+    {"0 4096 4096 16 16 128", "grid=0"},
+};
 
 // What the tickets take of every workspace.
 constexpr std::size_t tickets_bytes = 256;
@@ -44,94 +90,18 @@ TEST(the_public_function_plans_against_the_registry) {
   CHECK_EQ(result.schedule.grid_size(), plan(training).schedule.grid_size());
 }
 
-TEST(tiles_cover_the_keys_of_every_key_head) {
-  AttentionShape shape = training;
-  shape.num_heads_k = 8;
-  shape.seqlen_k = 129;
-  shape.batch_size = 40;
-  const BackwardPlan result = plan(shape);
-  CHECK_EQ(result.schedule.num_tiles, 2);
-  CHECK_EQ(result.schedule.num_heads, 8);
-  CHECK_EQ(result.schedule.num_batch_heads, 320);
-  CHECK_EQ(result.dkdv_splits, 1);
-}
-
-TEST(causal_tiles_run_up_and_a_left_bound_alone_turns_them_round) {
-  CHECK_EQ(std::string(plan(training, causal).instance->name), "hd128_windowed");
-  CHECK(!plan(training, causal).schedule.longest_first);
-  CHECK(plan(training, {.left = 100, .right = Window::unbounded}).schedule.longest_first);
-  CHECK(!plan(training, {.left = 100, .right = 100}).schedule.longest_first);
-  CHECK(!plan(training).schedule.longest_first);
-}
-
-TEST(a_section_holds_the_heads_whose_queries_fill_half_of_l2) {
-  // Q, dO and the fp32 dQ of a head: 4096 * 128 * (2 + 2 + 4) bytes = 4 MiB; half of L2 is 25 MiB:
-  // 6 fit, 8 divide 64.
-  CHECK_EQ(plan(training).schedule.heads_per_section, 8);
-  AttentionShape shape = training;
-  shape.num_heads_k = 8;  // 8 MiB a key head: 3 fit, 4 divide 32
-  CHECK_EQ(plan(shape).schedule.heads_per_section, 4);
-  shape.seqlen_q = 65'536;
-  CHECK_EQ(plan(shape).schedule.heads_per_section, 1);
-  shape.head_dim = shape.head_dim_v =
-      72;  // Q and dO shrink, the fp32 dQ stays at its bucket: 4096 * (4 * 72 + 4 * 128) = 3.1 MiB
-  shape.seqlen_q = 4096;
-  shape.num_heads_k = 16;
-  CHECK_EQ(plan(shape).schedule.heads_per_section, 8);
-}
-
-TEST(a_section_of_unequal_tiles_is_large_enough_to_even_them_out) {
-  // 2 tiles for each of 132 SMs are 9 heads of 32 tiles; 16 divide 64.
-  CHECK_EQ(plan(training, causal).schedule.heads_per_section, 16);
-}
-
-TEST(splits_are_the_fewest_that_fill_the_device_twice) {
-  AttentionShape shape{.batch_size = 1,
-                       .seqlen_q = 2048,
-                       .seqlen_k = 2048,
-                       .num_heads_q = 64,
-                       .num_heads_k = 4,
-                       .head_dim = 128,
-                       .head_dim_v = 128};
-  // 16 key tiles * 4 key heads = 64 CTAs; 2 * 132 wanted: 5 would do, the next divisor of 16 is 8.
-  const BackwardPlan result = plan(shape);
-  CHECK_EQ(result.dkdv_splits, 8);
-  CHECK_EQ(result.schedule.num_heads, 32);
-  CHECK_EQ(result.schedule.grid_size(), 16 * 32);
-  CHECK_EQ(result.schedule.heads_per_section % result.dkdv_splits, 0);
-
-  shape.batch_size = 2;  // 128 CTAs: 4 splits give 512, 2 only 256
-  CHECK_EQ(plan(shape).dkdv_splits, 4);
-  shape.batch_size = 5;  // 320 CTAs are enough
-  CHECK_EQ(plan(shape).dkdv_splits, 1);
-  DeviceInfo small = h200;
-  small.num_sms = 32;
-  shape.batch_size = 1;
-  CHECK_EQ(plan(shape, {}, small).dkdv_splits, 1);
-}
-
-TEST(without_grouped_heads_there_is_nothing_to_split) {
-  AttentionShape shape{.batch_size = 1,
-                       .seqlen_q = 128,
-                       .seqlen_k = 128,
-                       .num_heads_q = 2,
-                       .num_heads_k = 2,
-                       .head_dim = 64,
-                       .head_dim_v = 64};
-  CHECK_EQ(plan(shape).dkdv_splits, 1);
+TEST(plans_of_calls) {
+  const auto plan = [](const BackwardParams& params, const DeviceInfo& device) {
+    return plan_backward(params, device, backward_table());
+  };
+  check_plans<BackwardParams>(plans, plan, /*has_tensors=*/false);
 }
 
 TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
   for (const int group : {1, 2, 3, 6, 7, 8, 12, 71}) {
     for (const int seqlen_q : {1, 17, 128, 1000}) {
       for (const int seqlen_k : {1, 64, 300, 5000}) {
-        const AttentionShape shape{.batch_size = 1,
-                                   .seqlen_q = seqlen_q,
-                                   .seqlen_k = seqlen_k,
-                                   .num_heads_q = group,
-                                   .num_heads_k = 1,
-                                   .head_dim = 40,
-                                   .head_dim_v = 40};
+        const AttentionShape shape = sizes(1, seqlen_q, seqlen_k, group, 1, 40);
         const BackwardPlan result = plan(shape);
         const int splits = result.dkdv_splits;
         CHECK_EQ(group % splits, 0);
@@ -141,95 +111,22 @@ TEST(splits_divide_the_group_and_partials_stay_within_one_dq) {
       }
     }
   }
-  // Long keys, short queries: the partials would outgrow dQ.
-  CHECK_EQ(plan({.batch_size = 1,
-                 .seqlen_q = 128,
-                 .seqlen_k = 4096,
-                 .num_heads_q = 8,
-                 .num_heads_k = 1,
-                 .head_dim = 64,
-                 .head_dim_v = 64})
-               .dkdv_splits,
-           1);
-}
-
-TEST(left_padding_rules_splits_out) {
-  // Their partial sums would leave the rows of the padding unwritten.
-  const AttentionShape shape{.batch_size = 1,
-                             .seqlen_q = 2048,
-                             .seqlen_k = 2048,
-                             .num_heads_q = 64,
-                             .num_heads_k = 4,
-                             .head_dim = 128,
-                             .head_dim_v = 128};
-  auto params = call<BackwardParams>(shape);
-  CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 8);
-  params.sequences.seqused_k = &some_int;
-  CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 8);
-  params.sequences.leftpad_k = &some_int;
-  const BackwardPlan padded = plan_backward(params, h200, backward_table());
-  CHECK_EQ(padded.dkdv_splits, 1);
-  CHECK_EQ(padded.schedule.num_heads, 4);
-  params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
-  CHECK_EQ(plan_backward(params, h200, backward_table()).dkdv_splits, 1);
 }
 
 TEST(workspace_buffers_are_aligned_and_do_not_overlap) {
-  const auto check = [](const AttentionShape& shape, bool deterministic, bool wants_dsink,
-                        const InstanceList<BackwardInstance>& table) {
-    auto params = with_tensors(call<BackwardParams>(shape));
-    params.deterministic = deterministic;
-    if (wants_dsink) give_sink(params);
-    const BackwardPlan result = plan_backward(params, h200, table);
-    const BackwardConfig& config = result.instance->config;
-    const std::size_t query_tiles = std::size_t(shape.num_heads_q) * result.q_tiles;
-    const std::size_t rows = query_tiles * config.block_m;
-    CHECK_EQ(std::size_t(dq_accum_floats(shape, config)), rows * config.head_dim);
-    std::vector<Bytes> buffers{bytes_of_buffer(result.lse_log2, rows),
-                               bytes_of_buffer(result.softmax_d, rows),
-                               bytes_of_buffer(result.tickets, 2)};
-    CHECK(!result.sweeps);
-    if (result.dq_path != DqPath::direct)
-      buffers.push_back(bytes_of_buffer(result.dq_accum, rows * config.head_dim));
-    CHECK_EQ(result.takes_turns, deterministic && result.dq_path != DqPath::direct);
-    if (result.takes_turns || result.dq_path == DqPath::finished)
-      buffers.push_back(bytes_of_buffer(result.additions, query_tiles));
-    if (result.dq_path == DqPath::finished)
-      buffers.push_back(bytes_of_buffer(result.given_back, std::size_t{2} * result.num_ctas));
-    if (result.shared_tiles.parts > 1) {
-      CHECK(config.family == KernelFamily::sm90 && !deterministic);
-      const std::int64_t places = result.shared_tiles.places();
-      buffers.push_back(
-          bytes_of_buffer(result.part_sums, places * config.block_n * 2 * config.head_dim));
-      buffers.push_back(bytes_of_buffer(result.part_counters, places * config.ctas_per_tile * 2));
-    }
-    if (wants_dsink) {
-      buffers.push_back(bytes_of_buffer(
-          result.sink_shares, std::size_t(shape.num_heads_q) * result.sink_shares_per_head));
-    }
-    if (result.dkdv_splits > 1) {
-      const std::size_t partial =
-          std::size_t(result.dkdv_splits) * shape.batch_size * shape.num_heads_k * shape.seqlen_k;
-      buffers.push_back(bytes_of_buffer(result.dk_partial, partial * config.head_dim));
-      buffers.push_back(bytes_of_buffer(result.dv_partial, partial * config.head_dim_v));
-    }
-    check_workspace(buffers, result.workspace_bytes);
-  };
   // With 3 splits of an odd seqlen a partial at head_dim 32 ends on half of 256 bytes.
   for (const int head_dim : {24, 48, 128}) {
     for (const int seqlen : {1, 65, 128, 1001}) {
       for (const int num_heads_k : {1, 9}) {
-        const AttentionShape shape{.batch_size = 3,
-                                   .seqlen_q = seqlen,
-                                   .seqlen_k = seqlen,
-                                   .num_heads_q = 9,
-                                   .num_heads_k = num_heads_k,
-                                   .head_dim = head_dim,
-                                   .head_dim_v = head_dim};
+        auto params =
+            with_tensors(call<BackwardParams>(sizes(3, seqlen, seqlen, 9, num_heads_k, head_dim)));
         for (const bool deterministic : {false, true}) {
           for (const bool wants_dsink : {false, true}) {
-            check(shape, deterministic, wants_dsink, backward_table());
-            check(shape, deterministic, wants_dsink, sm90_backward_table());
+            params.deterministic = deterministic;
+            params.score.sink = wants_dsink ? &some_float : nullptr;
+            params.dsink = wants_dsink ? &dsink : nullptr;
+            for (const auto* table : {&backward_table(), &sm90_backward_table()})
+              check_backward_workspace(plan_backward(params, h200, *table), params);
           }
         }
       }
@@ -241,26 +138,12 @@ TEST(partial_sums_of_dv_are_as_wide_as_the_row) {
   BackwardInstance narrow = sm90_backward_instance("sm90_hd192_dv128", 192);
   narrow.config.head_dim_v = 128;
   const InstanceList<BackwardInstance> table({narrow});
-  const AttentionShape shape{.batch_size = 1,
-                             .seqlen_q = 2048,
-                             .seqlen_k = 2048,
-                             .num_heads_q = 64,
-                             .num_heads_k = 2,
-                             .head_dim = 192,
-                             .head_dim_v = 128};
+  const AttentionShape shape = sizes(1, 2048, 2048, 64, 2, 192, 128);
   const BackwardPlan result = plan_backward(with_tensors(call<BackwardParams>(shape)), h200, table);
   const std::size_t rows = std::size_t(result.dkdv_splits) * 2048 * 2;
   CHECK(result.dkdv_splits > 1);
   CHECK_EQ(result.dv_partial.offset - result.dk_partial.offset, rows * 192 * sizeof(float));
   CHECK_EQ(result.workspace_bytes - result.dv_partial.offset, rows * 128 * sizeof(float));
-}
-
-TEST(query_tiles_are_counted_over_all_sequences) {
-  AttentionShape shape = training;  // 4 sequences, tiles of 64 rows
-  for (const auto& [seqlen, tiles] : {std::pair{0, 0}, {1, 4}, {64, 4}, {65, 8}, {4096, 256}}) {
-    shape.seqlen_q = seqlen;
-    CHECK_EQ(plan(shape).q_tiles, tiles);
-  }
 }
 
 TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
@@ -335,17 +218,6 @@ TEST(blocks_of_the_preprocess_are_rows_of_one_tile) {
   CHECK_EQ(preprocess_lanes(call_of(8), 128), 2);
 }
 
-TEST(the_order_of_turns_is_the_order_of_starts) {
-  for (const auto& [window, descends] : {std::pair{Window{}, false},
-                                         {causal, false},
-                                         {Window{.left = 100, .right = 100}, false},
-                                         {Window{.left = 100, .right = Window::unbounded}, true}}) {
-    const BackwardPlan result = plan(training, window);
-    CHECK_EQ(result.tiles_descend, descends);
-    CHECK_EQ(result.schedule.longest_first, descends);
-  }
-}
-
 TEST(features_choose_the_row) {
   const FeatureSet all =
       feature::deterministic | feature::softcap | feature::alibi | feature::dropout;
@@ -377,25 +249,10 @@ TEST(workspaces_past_4_gib_are_counted_in_64_bits) {
   CHECK_EQ(plan(shape).workspace_bytes, std::size_t{64} * (1 << 20) * 130 * 4 + tickets_bytes);
 }
 
-TEST(the_nonempty_side_of_an_empty_call_still_has_a_grid) {
-  AttentionShape no_queries = training;
-  no_queries.seqlen_q = 0;
-  no_queries.num_heads_k = 2;
-  const BackwardPlan zero_keys_gradient = plan(no_queries, causal);
-  CHECK_EQ(zero_keys_gradient.schedule.grid_size(), 32 * 8);
-  CHECK_EQ(zero_keys_gradient.dkdv_splits, 1);
-  CHECK_EQ(zero_keys_gradient.workspace_bytes, tickets_bytes);
-
-  AttentionShape no_keys = training;
-  no_keys.seqlen_k = 0;
-  CHECK_EQ(plan(no_keys, causal).schedule.grid_size(), 0);
-  CHECK_EQ(plan(no_keys, causal).dkdv_splits, 1);
-  CHECK(plan(no_keys).workspace_bytes > tickets_bytes);
-
-  AttentionShape no_batch = training;
-  no_batch.batch_size = 0;
-  CHECK_EQ(plan(no_batch).schedule.grid_size(), 0);
-  CHECK_EQ(plan(no_batch).workspace_bytes, tickets_bytes);
+TEST(an_empty_call_has_tickets_alone) {
+  CHECK_EQ(plan(sizes(4, 0, 4096, 16, 2, 128), causal).workspace_bytes, tickets_bytes);
+  CHECK_EQ(plan(sizes(0, 4096, 4096, 16, 16, 128)).workspace_bytes, tickets_bytes);
+  CHECK(plan(sizes(4, 4096, 0, 16, 16, 128)).workspace_bytes > tickets_bytes);
 }
 
 TEST(too_many_rows_are_refused_and_nothing_overflows_on_the_way) {

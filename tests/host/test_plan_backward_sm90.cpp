@@ -1,175 +1,224 @@
 // What backward passes plan on Hopper GPUs: tiles, CTAs, the way that dQ takes, and which row.
-#include <algorithm>
-#include <string>
-
 #include "check.h"
-#include "fixtures.h"
-#include "host/plan.h"
-#include "no_driver.h"
+#include "plan_table.h"
+#include "planning.h"
 
 using namespace host_tests;
 
-// Stands in for the generated registry, which nothing here asks.
-std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() { return {}; }
-
 namespace {
 
-BackwardPlan sm90_plan(const BackwardParams& params, const DeviceInfo& device = h200) {
-  return plan_backward(params, device, sm90_backward_table());
-}
+constexpr PlannedCall plans[] = {
+    // A CTA an SM draws the tiles, however many those are.
+    {"4 4096 4096 16 16 128 causal", "row=sm90_hd128 ctas=132 grid=132 tiles=2048"},
+    {"4 4096 4096 16 16 128 causal ordered", "row=sm90_hd128 ctas=132 grid=132 tiles=2048"},
+    {"4 4096 4096 16 16 128 causal a100", "row=hd128 ctas=0 grid=2048"},
+    {"4 4096 4096 16 16 128 causal ordered a100", "row=hd128 ctas=0 grid=2048"},
+    {"4 4096 4096 16 16 128 causal negative_scale", "row=hd128 ctas=0"},
+    {"4 4096 4096 16 16 128 causal ordered negative_scale", "row=hd128 ctas=0"},
+    {"4 4096 4096 16 16 128 sms=114", "ctas=114"},
+    {"4 4096 4096 16 16 64", "row=sm90_hd64 key_tiles=32 q_tiles=128"},
+    {"4 4096 4096 16 16 128", "row=sm90_hd128 key_tiles=32 q_tiles=256"},
+    {"4 4096 4096 16 16 256", "row=sm90_hd256 key_tiles=32 q_tiles=256"},
 
-// The row that serves the training call, or this one, on tensors of its own, after `change`.
-template <class Change>
-std::string sm90_chosen(Change change, const AttentionShape& shape = training,
-                        const DeviceInfo& device = h200) {
-  auto params = with_tensors(call<BackwardParams>(shape));
-  change(params);
-  return sm90_plan(params, device).instance->name;
-}
+    // Two CTAs draw a tile of wide heads: whole pairs, one at least.
+    {"4 4096 4096 16 16 256 causal", "ctas=132 tiles=2048"},
+    {"4 4096 4096 16 16 256 causal sms=131", "ctas=130 grid=130"},
+    {"4 4096 4096 16 16 256 causal sms=1", "ctas=2"},
+    // Three quarters of a tile for each pair are five heads of ten tiles, two for each pair, in
+    // turns, 14; so many that 64 heads come out even.
+    {"4 1280 1280 16 16 256 causal", "section=8"},
+    {"4 1280 1280 16 16 256 causal ordered", "section=16"},
+    {"132 129 129 1 1 256 causal", "sweeps=no"},  // of what single CTAs would sweep
+    // Splits of the query heads fill the device twice, CTAs, not tiles: 8 * 8 * 2 * 4 > 264.
+    {"1 2048 1024 64 8 256 causal", "splits=4"},
 
-constexpr auto nothing = [](BackwardParams&) {};
+    // A causal mask splits groups of many heads.
+    {"160 4096 4096 64 2 128 causal", "splits=8"},  // of four heads, 512 columns
+    {"160 4096 4096 32 2 128 causal", "splits=4"},
+    {"160 4096 4096 16 2 128 causal", "splits=2"},
+    {"160 4096 4096 8 2 128 causal", "splits=1"},
+    {"160 4096 4096 32 2 64 causal", "splits=2"},    // of eight heads
+    {"160 8192 8192 64 2 128 causal", "splits=16"},  // long ones of 256 columns
+    {"160 512 512 64 2 128 causal", "splits=4"},     // short ones of 4,096 rows
+    {"160 128 128 64 2 128 causal", "splits=1"},
+    {"160 4096 4096 24 2 128 causal", "splits=3"},
+    {"160 4096 4096 14 2 128 causal", "splits=1"},  // a divisor of the group, or none
+    // A split's heads are a section of their own: those of eight would not stay in L2.
+    {"160 16384 16384 64 2 128 causal", "section=1"},
+    {"160 4096 4096 64 2 128", "splits=1"},
+    {"160 4096 4096 64 2 128 left=512 right=0", "splits=1"},
+    {"160 4096 4096 64 2 128 causal ordered", "splits=1"},
+    {"160 4096 16384 64 2 128 causal", "splits=4"},  // partials within the size of the sum of dQ
+
+    // dQ is summed where a sequence may have two key tiles, and finished beside the products where
+    // queries see many keys.
+    {"4 4096 1 16 16 128", "dq=direct additions=no"},
+    {"4 4096 128 16 16 128", "dq=direct additions=no"},
+    {"4 4096 129 16 16 128", "dq=converted additions=no"},
+    {"4 4096 256 16 16 128", "dq=converted additions=no"},
+    {"4 4096 512 16 16 128", "dq=finished additions=yes"},
+    {"4 4096 4096 16 16 128", "dq=finished additions=yes"},
+    {"4 4096 4096 16 16 128 a100", "dq=converted additions=no"},
+    {"4 4096 128 16 16 128 a100", "dq=converted additions=no"},
+    {"4 1 1024 16 16 128", "dq=finished"},
+    {"4 512 512 16 16 128 causal", "dq=converted"},
+    {"4 1024 1024 16 16 128 causal", "dq=finished"},
+    {"4 64 1024 16 16 128 causal", "dq=finished"},  // the last queries
+    {"4 4096 4096 16 16 128 left=300 right=0", "dq=converted"},
+    {"4 4096 4096 16 16 128 left=2000 right=0", "dq=finished"},
+    {"4 4096 640 16 16 64", "dq=converted"},
+    {"4 4096 1024 16 16 64", "dq=finished"},
+    {"4 8192 8192 16 16 64 causal", "dq=converted"},
+    {"4 4096 4096 16 16 256", "dq=converted"},
+    {"4 2000 2000 16 16 128 causal packed", "dq=converted"},
+    {"4 4000 4000 16 16 128 causal packed", "dq=finished"},
+    // A fixed order stores the first part and needs no other kernel; sm80 kernels add to zeros.
+    {"4 100 100 16 16 128 causal ordered", "dq=direct turns=no"},
+    {"4 600 600 16 16 128 causal ordered", "dq=ordered turns=yes"},
+    {"4 4096 4096 16 16 128 causal ordered", "dq=ordered turns=yes"},
+    {"4 100 100 16 16 128 causal ordered negative_scale", "dq=converted turns=yes additions=yes"},
+    {"4 4096 4096 16 16 128 causal ordered negative_scale", "dq=converted turns=yes additions=yes"},
+    // A kernel that follows has a warp for every strip of 16 rows, or as many as fit: what is left
+    // is for the device to know. Of sm80 it has a CTA for each query tile.
+    {"4 4096 256 16 16 64", "dq=converted convert=4096"},
+    {"4 4096 4096 16 16 64", "dq=finished convert=2112"},
+    {"4 4096 128 16 16 64", "dq=direct convert=0"},
+    {"4 4096 4096 16 16 64 a100", "convert=4096"},
+
+    // The last tiles of an even grid have parts where they leave CTAs idle.
+    {"1 16384 16384 16 16 128", "parts=3 first_shared=1980 shared=68 turns=no sweeps=no"},
+    {"1 2048 2048 16 16 128", "parts=1"},  // two rounds but for eight
+    {"1 512 512 33 33 128", "parts=1"},    // one
+    {"1 8192 8192 1 1 128", "parts=2 first_shared=0 shared=64"},
+    {"1 512 512 1 1 128", "parts=4 first_shared=0 shared=4"},
+    {"1 16384 16384 32 32 64", "parts=8 first_shared=4092 shared=4"},  // 31 rounds and four
+    {"1 16384 16384 16 16 256", "parts=1"},
+    {"1 16384 16384 16 16 128 causal", "parts=1"},
+    {"1 16384 16384 16 16 128 ordered", "parts=1"},
+    {"1 16384 16384 16 16 128 softcap", "parts=1"},
+    {"1 16384 16384 16 16 128 negative_scale", "parts=1"},
+    // Long tiles of lists have some.
+    {"1 4032 4096 16 16 128 lists", "parts=1"},  // 63 steps of 64 queries
+    {"1 4033 4096 16 16 128 lists", "parts=2 first_shared=0 shared=16"},
+    {"1 8192 8192 16 16 128 lists", "parts=4 first_shared=0 shared=16"},
+    {"1 65536 65536 16 16 128 lists", "parts=4 first_shared=0 shared=128"},
+    {"1 8192 8192 16 16 128 lists a100", "parts=1"},
+    {"1 1024 4096 16 4 128 lists", "parts=2 first_shared=0 shared=4"},  // of four heads
+    {"1 4096 268435456 16 16 128 lists", "parts=1"},  // more tiles than rows to count them
+    {"4 4096 4096 16 16 128 lists packed", "parts=1"},
+
+    // A CTA sweeps a head where heads fill the device and data fit L2 or are few tiles.
+    {"132 512 512 1 1 64 causal", "sweeps=yes dq=ordered turns=no additions=no section=1 ctas=132"},
+    {"119 512 512 1 1 64 causal", "sweeps=yes ctas=119"},  // 0.9 of 132
+    {"118 512 512 1 1 64 causal", "sweeps=no"},            // too few
+    {"133 512 512 1 1 64 causal", "sweeps=no"},            // one more than a round
+    {"238 512 512 1 1 64 causal", "sweeps=yes ctas=132"},  // 0.9 of two rounds
+    {"132 129 129 1 1 64 causal", "sweeps=yes"},           // two key tiles
+    {"132 128 128 1 1 64 causal", "sweeps=no"},            // nothing to sum
+    {"132 560 560 1 1 64 causal", "sweeps=yes"},           // 560 * 512 bytes of 132: 36 MiB of 50
+    {"132 640 640 1 1 64 causal", "sweeps=no"},            // 41 MiB
+    {"132 256 256 1 1 128 causal", "sweeps=yes"},          // twice the bytes a query
+    {"132 290 290 1 1 128", "sweeps=yes"},
+    {"132 291 291 1 1 128", "sweeps=no"},
+    {"132 512 512 1 1 128 causal", "sweeps=yes"},  // four key tiles
+    {"132 513 513 1 1 128 causal", "sweeps=no"},
+    {"33 260 130 8 1 64", "splits=4 sweeps=yes ctas=132"},  // some of the query heads of a key head
+    // None sweeps what may be uneven or has another kernel.
+    {"1 512 512 132 132 64", "sweeps=yes"},
+    {"1 512 512 132 132 64 softcap", "sweeps=yes"},
+    {"1 512 1024 132 132 64", "sweeps=yes"},
+    {"1 512 1025 132 132 64", "sweeps=no"},
+    {"1 512 512 132 132 64 negative_scale", "sweeps=no"},
+    {"1 512 512 132 132 64 ordered", "sweeps=no"},
+    {"1 512 512 132 132 64 used_q", "sweeps=no"},
+    {"1 512 512 132 132 64 used_k", "sweeps=no"},
+    {"1 512 512 132 132 64 leftpad", "sweeps=no"},
+    {"1 512 512 132 132 64 packed", "sweeps=no"},
+    {"1 512 512 132 132 64 lists", "sweeps=no"},
+
+    // Short packed sequences are swept where none is long beside a CTA's work: 3/4 of 50 MiB over
+    // 132 CTAs of 512 or 1,024 bytes a row: 581, 290; or 2 or 4 tiles of 128 keys. A third of a
+    // CTA's work: their average of 256 * sqrt(batch_size * heads / (3 * 132)).
+    {"128 32768 32768 32 32 64 causal", "swept_rows=0"},
+    {"128 32768 32768 32 32 64 causal packed", "swept_rows=581 sweeps=no dq=converted"},
+    {"128 32768 32768 32 32 64 packed", "swept_rows=581 sweeps=no dq=converted"},
+    {"128 32768 32768 16 16 128 causal packed", "swept_rows=512"},
+    {"128 32768 32768 16 16 128 packed", "swept_rows=290"},
+    {"128 32768 32768 64 16 64 causal packed", "swept_rows=512"},  // 145 would fit L2
+    {"128 32768 32768 64 16 64 packed", "swept_rows=256"},
+    {"64 16384 16384 16 16 64 causal packed", "swept_rows=411"},
+    {"64 16384 16384 16 16 64 packed", "swept_rows=411"},
+    {"7 1792 1792 16 16 64 causal packed", "swept_rows=136"},
+    {"6 1536 1536 16 16 64 causal packed", "swept_rows=0"},       // 126: no more than a tile
+    {"128 32768 32768 16 16 192 causal packed", "swept_rows=0"},  // pairs of CTAs
+    {"128 32768 32768 32 32 64 packed softcap", "swept_rows=581"},
+    {"128 32768 32768 32 32 64 packed used_k", "swept_rows=581"},
+    {"128 32768 32768 32 32 64 packed ordered", "swept_rows=0"},
+    {"128 32768 32768 32 32 64 packed lists", "swept_rows=0"},
+    {"128 32768 32768 32 32 64 packed negative_scale", "swept_rows=0"},
+    {"128 32768 0 32 32 64 packed", "swept_rows=0"},
+    {"0 32768 32768 32 32 64 packed", "swept_rows=0"},
+    {"7 4200 4200 8 8 128 packed", "dq=finished swept_rows=225"},  // others have sums
+
+    // Sections keep to an eighth of L2, 6.25 MiB: one head of 4 MiB, six of 1 MiB, of which 8
+    // divide 64.
+    {"4 4096 4096 16 16 128", "section=1"},
+    {"4 1024 1024 16 16 128", "section=8"},
+    // A quarter: 3 heads, and 4 divide 64. 3 of 4 tiles for each of 132 SMs are 4 heads of 32 too.
+    {"4 4096 4096 16 16 128 causal", "section=4"},
+    // Where key tiles wait for one another, 2 tiles for each of 132 SMs are 9 heads of 32; 16
+    // divide 64.
+    {"4 4096 4096 16 16 128 ordered", "section=16"},
+    {"4 8192 8192 16 16 128 ordered", "section=8"},
+    // 8 tiles of a head at a time are 16 heads, or more of few tiles.
+    {"4 4096 4096 16 16 128 causal ordered", "section=16"},
+    {"4 8192 8192 16 16 128 causal ordered", "section=16"},
+    {"4 1024 1024 16 16 128 causal ordered", "section=64"},  // 33 would do
+    // Lists make tiles unequal.
+    {"4 65536 4096 16 16 128 bias", "section=1"},
+    {"4 65536 4096 16 16 128 lists", "section=2"},
+    {"4 65536 4096 16 16 128 lists bias", "section=16"},
+};
 
 }  // namespace
 
-TEST(a_cta_an_sm_draws_the_tiles_of_sm90_kernels) {
-  for (const bool deterministic : {false, true}) {
-    auto params = with_tensors(call<BackwardParams>(training, causal));
-    params.deterministic = deterministic;
-    const BackwardPlan hopper = sm90_plan(params);
-    CHECK_EQ(std::string(hopper.instance->name), "sm90_hd128");
-    CHECK_EQ(hopper.num_ctas, 132);
-    CHECK_EQ(hopper.grid, 132);
-    CHECK_EQ(hopper.schedule.grid_size(), 64 * 32);  // tiles, however many CTAs there are
-    const BackwardPlan ampere = sm90_plan(params, a100);
-    CHECK_EQ(std::string(ampere.instance->name), "hd128");
-    CHECK_EQ(ampere.num_ctas, 0);
-    CHECK_EQ(ampere.grid, 64 * 32);
-    params.score.softmax_scale = -1.0f;
-    const BackwardPlan same_gpu = sm90_plan(params);
-    CHECK_EQ(std::string(same_gpu.instance->name), "hd128");
-    CHECK_EQ(same_gpu.num_ctas, 0);
-  }
-  DeviceInfo smaller = h200;
-  smaller.num_sms = 114;
-  CHECK_EQ(sm90_plan(with_tensors(call<BackwardParams>(training)), smaller).num_ctas, 114);
+TEST(plans_of_calls) {
+  check_plans<BackwardParams>(plans, [](const auto& params, const auto& device) {
+    return plan_backward(params, device, sm90_backward_table());
+  });
 }
 
-// What a call of wide heads gets, by the SMs of its GPU.
-TEST(two_ctas_draw_a_tile_of_wide_heads) {
-  AttentionShape shape = training;
-  shape.head_dim = shape.head_dim_v = 256;
-  const auto plan = [&](int num_sms, const Window& window = causal, bool deterministic = false) {
-    DeviceInfo device = h200;
-    device.num_sms = num_sms;
-    auto params = with_tensors(call<BackwardParams>(shape, window));
-    params.deterministic = deterministic;
-    return sm90_plan(params, device);
-  };
-  CHECK_EQ(plan(132).instance->config.ctas_per_tile, 2);
-  CHECK_EQ(plan(132).num_ctas, 132);
-  CHECK_EQ(plan(131).num_ctas, 130);  // whole pairs
-  CHECK_EQ(plan(1).num_ctas, 2);      // or one
-  CHECK_EQ(plan(131).grid, 130);
-  CHECK_EQ(plan(132).schedule.grid_size(), 64 * 32);  // tiles, not CTAs
-  // Three quarters of a tile for each pair are five heads of ten tiles, two for each pair, in
-  // turns, 14; so many that 64 heads come out even.
-  shape.seqlen_q = shape.seqlen_k = 1280;
-  CHECK_EQ(plan(132).schedule.heads_per_section, 8);
-  CHECK_EQ(plan(132, causal, true).schedule.heads_per_section, 16);
-  // No sweeps of what single CTAs would sweep.
-  shape.seqlen_q = shape.seqlen_k = 129;
-  shape.batch_size = 132;
-  shape.num_heads_q = shape.num_heads_k = 1;
-  CHECK(!plan(132).sweeps);
+TEST(single_ctas_sweep_wide_heads) {
   BackwardInstance single = sm90_backward_instance("single", 256);
   single.config.ctas_per_tile = 1;
   const InstanceList<BackwardInstance> table({single});
-  CHECK(plan_backward(with_tensors(call<BackwardParams>(shape, causal)), h200, table).sweeps);
-  // Splits of the query heads fill the device twice, CTAs, not tiles.
-  shape = {.batch_size = 1,
-           .seqlen_q = 2048,
-           .seqlen_k = 1024,
-           .num_heads_q = 64,
-           .num_heads_k = 8,
-           .head_dim = 256,
-           .head_dim_v = 256};
-  CHECK_EQ(plan(132).dkdv_splits, 4);  // 8 tiles * 8 heads * 2 CTAs * 4 > 264
+  const auto params = with_tensors(call<BackwardParams>(sizes(132, 129, 129, 1, 1, 256), causal));
+  CHECK(plan_backward(params, h200, table).sweeps);
 }
 
-// Splits of a group of heads, and heads of a section, under a causal mask.
-TEST(a_causal_mask_splits_groups_of_many_heads) {
-  struct Chosen {
-    int splits;
-    int heads_per_section;
+// A CTA that sweeps has the sums of a tile's heads, and no more; beside swept sequences of a packed
+// call longer ones have theirs.
+TEST(sums_of_sweeps) {
+  const auto floats = [](const AttentionShape& shape, bool is_packed = false) {
+    auto params = with_tensors(call<BackwardParams>(shape));
+    if (is_packed) params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
+    const BackwardPlan result = plan(params);
+    CHECK_EQ(result.sweeps, !is_packed);
+    CHECK_EQ(result.tickets.offset - result.dq_accum.offset, result.dq_accum.count * sizeof(float));
+    return result.dq_accum.count;
   };
-  const auto chosen = [](int group, int seqlen, int head_dim, auto change) {
-    const AttentionShape shape{.batch_size = 160,
-                               .seqlen_q = seqlen,
-                               .seqlen_k = seqlen,
-                               .num_heads_q = 2 * group,
-                               .num_heads_k = 2,
-                               .head_dim = head_dim,
-                               .head_dim_v = head_dim};
-    auto params = with_tensors(call<BackwardParams>(shape, causal));
-    change(params);
-    const BackwardPlan plan = sm90_plan(params);
-    return Chosen{plan.dkdv_splits, plan.schedule.heads_per_section};
-  };
-  const auto splits = [&](int group, int seqlen, int head_dim, auto change) {
-    return chosen(group, seqlen, head_dim, change).splits;
-  };
-  CHECK_EQ(splits(32, 4096, 128, nothing), 8);  // of four heads, 512 columns
-  CHECK_EQ(splits(16, 4096, 128, nothing), 4);
-  CHECK_EQ(splits(8, 4096, 128, nothing), 2);
-  CHECK_EQ(splits(4, 4096, 128, nothing), 1);
-  CHECK_EQ(splits(16, 4096, 64, nothing), 2);    // of eight heads
-  CHECK_EQ(splits(32, 8192, 128, nothing), 16);  // long ones of 256 columns
-  CHECK_EQ(splits(32, 512, 128, nothing), 4);    // short ones of 4,096 rows
-  CHECK_EQ(splits(32, 128, 128, nothing), 1);
-  CHECK_EQ(splits(12, 4096, 128, nothing), 3);
-  CHECK_EQ(splits(7, 4096, 128, nothing), 1);  // a divisor of the group, or none
-  // A split's heads are a section of their own: those of eight would not stay in L2.
-  CHECK_EQ(chosen(32, 16'384, 128, nothing).heads_per_section, 1);
-  const auto full = [](BackwardParams& params) { params.window = {}; };
-  CHECK_EQ(splits(32, 4096, 128, full), 1);
-  CHECK_EQ(splits(32, 4096, 128, [](BackwardParams& p) { p.window.left = 512; }), 1);
-  CHECK_EQ(splits(32, 4096, 128, [](BackwardParams& p) { p.deterministic = true; }), 1);
-  // Partials stay within the size of the sum of dQ.
-  CHECK_EQ(splits(32, 4096, 128, [](BackwardParams& p) { p.shape.seqlen_k *= 4; }), 4);
-}
-
-TEST(tiles_are_those_of_the_sm90_row) {
-  AttentionShape shape = training;
-  const auto tiles_of = [&](int head_dim) {
-    shape.head_dim = shape.head_dim_v = head_dim;
-    const BackwardPlan result = sm90_plan(with_tensors(call<BackwardParams>(shape)));
-    CHECK_EQ(result.instance->config.family, KernelFamily::sm90);
-    return std::pair{result.schedule.num_tiles, result.q_tiles};
-  };
-  CHECK(tiles_of(64) == (std::pair{4096 / 128, 4 * 4096 / 128}));
-  CHECK(tiles_of(128) == (std::pair{4096 / 128, 4 * 4096 / 64}));
-  CHECK(tiles_of(256) == (std::pair{4096 / 128, 4 * 4096 / 64}));
-}
-
-TEST(sm90_kernels_run_on_hopper_gpus_with_the_shared_memory_they_need) {
-  CHECK_EQ(sm90_chosen(nothing), "sm90_hd128");
-  DeviceInfo device = h200;
-  for (const int capability : {80, 86, 89, 100, 103, 120}) {
-    device.compute_capability = capability;
-    CHECK_EQ(sm90_chosen(nothing, training, device), "hd128");
-  }
-  device = h200;
-  device.smem_per_block = 200 * 1024;
-  CHECK_EQ(sm90_chosen(nothing, training, device), "sm90_hd128");
-  device.smem_per_block = 200 * 1024 - 1;
-  CHECK_EQ(sm90_chosen(nothing, training, device), "hd128");
+  CHECK_EQ(floats(sizes(132, 512, 512, 1, 1, 64)), 132 * 512 * 64);
+  CHECK_EQ(floats(sizes(119, 290, 290, 1, 1, 64)), 119 * 384 * 64);
+  CHECK_EQ(floats(sizes(132, 290, 290, 1, 1, 128)), 132 * 320 * 128);
+  CHECK_EQ(floats(sizes(33, 260, 130, 8, 1, 64)), 132 * 2 * 384 * 64);
+  CHECK(floats(sizes(128, 32'768, 32'768, 32, 32, 64), true) >= 32 * 32'768 * 64);
 }
 
 TEST(sm90_kernels_take_scales_that_are_not_negative) {
   for (const float scale : {1.0f, 1e-44f, 1e38f, 0.0f, -0.0f})
-    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "sm90_hd128");
+    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { p.score.softmax_scale = scale; }), "sm90_hd128");
   for (const float scale : {-1.0f, -1e-44f, -1e38f})
-    CHECK_EQ(sm90_chosen([=](auto& p) { p.score.softmax_scale = scale; }), "hd128");
+    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { p.score.softmax_scale = scale; }), "hd128");
 }
 
 TEST(sm90_kernels_take_tensors_that_tma_can_move) {
@@ -183,27 +232,30 @@ TEST(sm90_kernels_take_tensors_that_tma_can_move) {
          {&TensorView::batch_stride, &TensorView::row_stride, &TensorView::head_stride}) {
       // Expanded, unaligned, and further apart than a descriptor can say.
       for (const std::int64_t value : {std::int64_t{0}, std::int64_t{2049}, too_far})
-        CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = value; }), "hd128");
-      CHECK_EQ(sm90_chosen([=](auto& p) { p.*view.*stride = too_far - 8; }), "sm90_hd128");
+        CHECK_EQ(chosen<BackwardParams>([=](auto& p) { p.*view.*stride = value; }), "hd128");
+      CHECK_EQ(chosen<BackwardParams>([=](auto& p) { p.*view.*stride = too_far - 8; }),
+               "sm90_hd128");
     }
     for (const int bytes : {2, 8}) {
       const auto shifted = [=](auto& p) {
         (p.*view).data = static_cast<char*>((p.*view).data) + bytes;
       };
-      CHECK_EQ(sm90_chosen(shifted), "hd128");
+      CHECK_EQ(chosen<BackwardParams>(shifted), "hd128");
     }
     // With one element along a dimension its stride is nobody's.
-    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).batch_stride = 0; }, single), "sm90_hd128");
-    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).head_stride = 0; }, single), "sm90_hd128");
+    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { (p.*view).batch_stride = 0; }, single),
+             "sm90_hd128");
+    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { (p.*view).head_stride = 0; }, single),
+             "sm90_hd128");
   }
 }
 
 TEST(tensors_of_the_kernels_around_the_main_one_lie_anyhow) {
   for (TensorView BackwardParams::* view : {&BackwardParams::out, &BackwardParams::dq}) {
-    CHECK_EQ(sm90_chosen([=](auto& p) { (p.*view).row_stride = std::int64_t{1} << 39; }),
+    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { (p.*view).row_stride = std::int64_t{1} << 39; }),
              "sm90_hd128");
   }
-  CHECK_EQ(sm90_chosen([](auto& p) { p.out.head_stride = 0; }), "sm90_hd128");
+  CHECK_EQ(chosen<BackwardParams>([](auto& p) { p.out.head_stride = 0; }), "sm90_hd128");
 }
 
 TEST(packed_tensors_have_no_batch_stride) {
@@ -215,330 +267,11 @@ TEST(packed_tensors_have_no_batch_stride) {
        {&BackwardParams::q, &BackwardParams::k, &BackwardParams::v, &BackwardParams::dout,
         &BackwardParams::dk, &BackwardParams::dv})
     (params.*view).batch_stride = 0;
-  const BackwardPlan packed = sm90_plan(params);
+  const BackwardPlan packed = plan(params);
   CHECK_EQ(std::string(packed.instance->name), "sm90_hd128");
   CHECK_EQ(packed.num_ctas, 132);
   CHECK_EQ(packed.table.tile_rows, 128);
   CHECK_EQ(packed.table.q_tile_rows, 64);
   params.sequences = {};
-  CHECK_EQ(std::string(sm90_plan(params).instance->name), "hd128");
-}
-
-TEST(features_choose_among_sm90_kernels_and_fall_back) {
-  const auto with_features = [](auto change, const char* on_hopper, const char* elsewhere) {
-    CHECK_EQ(sm90_chosen(change), on_hopper);
-    CHECK_EQ(sm90_chosen(change, training, rtx4090), elsewhere);
-  };
-  with_features([](auto& p) { p.deterministic = true; }, "sm90_hd128", "hd128");
-  with_features([](auto& p) { p.score.softcap = 20.0f; }, "sm90_hd128_dropout", "hd128_dropout");
-  with_features([](auto& p) { p.score.alibi_slopes = &some_float; }, "sm90_hd128_dropout",
-                "hd128_dropout");
-  with_features([](auto& p) { p.dropout.threshold = 1; }, "sm90_hd128_dropout", "hd128_dropout");
-}
-
-TEST(a_kernel_that_writes_dq_sums_it_where_a_sequence_may_have_two_key_tiles) {
-  AttentionShape shape = training;
-  for (const auto& [seqlen_k, sums] :
-       {std::pair{1, false}, {128, false}, {129, true}, {4096, true}}) {
-    shape.seqlen_k = seqlen_k;
-    const auto params = with_tensors(call<BackwardParams>(shape));
-    const BackwardPlan result = sm90_plan(params);
-    CHECK(result.instance->writes_dq);
-    CHECK_EQ(result.instance->config.block_n, 128);
-    CHECK_EQ(result.dq_path != DqPath::direct, sums);
-    const BackwardPlan of_sm80 = plan_backward(call<BackwardParams>(shape), h200, backward_table());
-    CHECK(of_sm80.dq_path == DqPath::converted);
-  }
-}
-
-TEST(dq_is_finished_beside_the_products_where_queries_see_many_keys) {
-  const auto finishes = [](int seqlen_q, int seqlen_k, const Window& window, int head_dim = 128) {
-    AttentionShape shape = training;
-    shape.seqlen_q = seqlen_q;
-    shape.seqlen_k = seqlen_k;
-    shape.head_dim = shape.head_dim_v = head_dim;
-    const auto params = with_tensors(call<BackwardParams>(shape, window));
-    const BackwardPlan result = sm90_plan(params);
-    CHECK_EQ(result.instance->config.head_dim, head_dim);
-    CHECK_EQ(result.additions.exists(), result.dq_path == DqPath::finished);
-    return result.dq_path == DqPath::finished;
-  };
-  CHECK(!finishes(4096, 128, {}));
-  CHECK(!finishes(4096, 256, {}));
-  CHECK(finishes(4096, 512, {}));
-  CHECK(finishes(1, 1024, {}));
-  CHECK(!finishes(512, 512, causal));
-  CHECK(finishes(1024, 1024, causal));
-  CHECK(finishes(64, 1024, causal));  // the last queries
-  CHECK(!finishes(4096, 4096, {.left = 300, .right = 0}));
-  CHECK(finishes(4096, 4096, {.left = 2000, .right = 0}));
-  CHECK(!finishes(4096, 640, {}, 64));
-  CHECK(finishes(4096, 1024, {}, 64));
-  CHECK(!finishes(8192, 8192, causal, 64));
-  CHECK(!finishes(4096, 4096, {}, 256));
-
-  auto packed = with_tensors(packed_call<BackwardParams>(training, causal));
-  const auto plan_packed = [&] { return sm90_plan(packed); };
-  for (const auto& [total, wanted] : {std::pair{4 * 500, false}, {4 * 1000, true}}) {
-    packed.shape.seqlen_q = packed.shape.seqlen_k = total;
-    CHECK_EQ(plan_packed().dq_path == DqPath::finished, wanted);
-  }
-}
-
-TEST(the_last_tiles_of_an_even_grid_have_parts_where_they_leave_ctas_idle) {
-  const auto shared = [](int heads, int seqlen, auto change, int head_dim = 128) {
-    const AttentionShape shape{.batch_size = 1,
-                               .seqlen_q = seqlen,
-                               .seqlen_k = seqlen,
-                               .num_heads_q = heads,
-                               .num_heads_k = heads,
-                               .head_dim = head_dim,
-                               .head_dim_v = head_dim};
-    auto params = with_tensors(call<BackwardParams>(shape));
-    change(params);
-    const BackwardPlan result = sm90_plan(params);
-    const SharedTiles& tiles = result.shared_tiles;
-    if (tiles.parts > 1) {
-      CHECK(result.sweeps == false && !result.takes_turns);
-      CHECK_EQ(tiles.first + tiles.count, result.schedule.grid_size());
-      CHECK_EQ(tiles.count, result.schedule.grid_size() % h200.num_sms);
-      CHECK_EQ(result.part_counters.count, 2 * tiles.places());
-    }
-    return tiles.parts;
-  };
-  const auto as_it_is = [](auto&) {};
-  CHECK_EQ(shared(16, 16'384, as_it_is), 3);  // 2048 tiles are 15 rounds of 132 and 68
-  CHECK_EQ(shared(16, 2048, as_it_is), 1);    // 256 are two but for eight
-  CHECK_EQ(shared(33, 512, as_it_is), 1);     // one
-  CHECK_EQ(shared(1, 8192, as_it_is), 2);     // 64 tiles of 128 steps
-  CHECK(shared(1, 512, as_it_is) > 1);
-  CHECK_EQ(shared(32, 16'384, as_it_is, 64), 8);  // 4096: 31 and four
-  CHECK_EQ(shared(16, 16'384, as_it_is, 256), 1);
-  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.window = causal; }), 1);
-  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.deterministic = true; }), 1);
-  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.score.softcap = 1.0f; }), 1);
-  CHECK_EQ(shared(16, 16'384, [](auto& p) { p.score.softmax_scale = -1.0f; }), 1);
-}
-
-TEST(a_fixed_order_stores_the_first_part_of_dq_and_needs_no_other_kernel) {
-  for (const int seqlen : {100, 600, 4096}) {
-    AttentionShape shape = training;
-    shape.seqlen_q = shape.seqlen_k = seqlen;
-    auto params = with_tensors(call<BackwardParams>(shape, causal));
-    params.deterministic = true;
-    const BackwardPlan result = sm90_plan(params);
-    const bool has_one_tile = seqlen <= result.instance->config.block_n;
-    CHECK(result.dq_path == (has_one_tile ? DqPath::direct : DqPath::ordered));
-    CHECK_EQ(result.takes_turns, !has_one_tile);
-
-    params.score.softmax_scale = -1.0f;  // sm80 kernels add to zeros, and a kernel follows
-    const BackwardPlan of_sm80 = sm90_plan(params);
-    CHECK(of_sm80.instance->config.family == KernelFamily::sm80);
-    CHECK(of_sm80.dq_path == DqPath::converted);
-    CHECK(of_sm80.takes_turns && of_sm80.additions.exists());
-  }
-}
-
-TEST(a_kernel_that_follows_has_a_warp_for_every_strip_or_as_many_as_fit) {
-  AttentionShape shape = training;  // 64 heads of all sequences
-  shape.head_dim = shape.head_dim_v = 64;
-  const auto plan = [&](int seqlen_k) {
-    shape.seqlen_k = seqlen_k;
-    return sm90_plan(with_tensors(call<BackwardParams>(shape)));
-  };
-  CHECK(plan(256).dq_path == DqPath::converted);
-  CHECK_EQ(plan(256).convert_grid, 64 * 4096 / 64);  // CTAs of four strips of 16 rows
-  CHECK(plan(4096).dq_path == DqPath::finished);
-  CHECK_EQ(plan(4096).convert_grid, 132 * 16);  // what is left is for the device to know
-  CHECK(plan(128).dq_path == DqPath::direct);
-  CHECK_EQ(plan(128).convert_grid, 0);
-  CHECK_EQ(plan_backward(call<BackwardParams>(shape), h200, backward_table()).convert_grid,
-           64 * 4096 / 64);  // sm80: a CTA for each query tile
-}
-
-TEST(a_cta_sweeps_a_head_where_heads_fill_the_device_and_data_fit_l2_or_are_few_tiles) {
-  struct Expected {
-    int batch_heads, seqlen, head_dim;
-    bool sweeps;
-    Window window = causal;
-  };
-  for (const Expected& expected : {Expected{132, 512, 64, true},
-                                   {119, 512, 64, true},   // 0.9 of 132
-                                   {118, 512, 64, false},  // too few
-                                   {133, 512, 64, false},  // one more than a round
-                                   {238, 512, 64, true},   // 0.9 of two rounds
-                                   {132, 129, 64, true},   // two key tiles
-                                   {132, 128, 64, false},  // nothing to sum
-                                   {132, 560, 64, true},   // 560 * 512 bytes of 132: 36 MiB of 50
-                                   {132, 640, 64, false},  // 41 MiB
-                                   {132, 256, 128, true},  // twice the bytes a query
-                                   {132, 290, 128, true, {}},
-                                   {132, 291, 128, false, {}},
-                                   {132, 512, 128, true},  // four key tiles
-                                   {132, 513, 128, false}}) {
-    const AttentionShape shape{.batch_size = expected.batch_heads,
-                               .seqlen_q = expected.seqlen,
-                               .seqlen_k = expected.seqlen,
-                               .num_heads_q = 1,
-                               .num_heads_k = 1,
-                               .head_dim = expected.head_dim,
-                               .head_dim_v = expected.head_dim};
-    auto params = with_tensors(call<BackwardParams>(shape, expected.window));
-    const BackwardPlan result = sm90_plan(params);
-    CHECK_EQ(result.sweeps, expected.sweeps);
-    if (!result.sweeps) continue;
-    CHECK(result.dq_path == DqPath::ordered);
-    CHECK(!result.takes_turns && !result.additions.exists());
-    CHECK_EQ(result.schedule.heads_per_section, 1);
-    CHECK_EQ(result.num_ctas, std::min(expected.batch_heads, h200.num_sms));
-    // A CTA has the sums of a head, and no more.
-    const BackwardConfig& config = result.instance->config;
-    const int rows = (expected.seqlen + config.block_m - 1) / config.block_m * config.block_m;
-    CHECK_EQ(result.tickets.offset - result.dq_accum.offset,
-             sizeof(float) * result.num_ctas * rows * config.head_dim);
-  }
-}
-
-TEST(no_cta_sweeps_what_may_be_uneven_or_has_another_kernel) {
-  const AttentionShape shape{.batch_size = 1,
-                             .seqlen_q = 512,
-                             .seqlen_k = 512,
-                             .num_heads_q = 132,
-                             .num_heads_k = 132,
-                             .head_dim = 64,
-                             .head_dim_v = 64};
-  const auto sweeps = [&](auto change) {
-    auto params = with_tensors(call<BackwardParams>(shape));
-    change(params);
-    return sm90_plan(params).sweeps;
-  };
-  CHECK(sweeps([](BackwardParams&) {}));
-  CHECK(sweeps([](BackwardParams& params) { params.score.softcap = 1.0f; }));
-  CHECK(sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1024; }));
-  CHECK(!sweeps([](BackwardParams& params) { params.shape.seqlen_k = 1025; }));
-  CHECK(!sweeps([](BackwardParams& params) { params.score.softmax_scale = -1.0f; }));  // sm80
-  CHECK(!sweeps([](BackwardParams& params) { params.deterministic = true; }));
-  for (const auto lengths :
-       {&SequenceParams::seqused_q, &SequenceParams::seqused_k, &SequenceParams::leftpad_k})
-    CHECK(!sweeps([=](BackwardParams& params) { params.sequences.*lengths = &some_int; }));
-  CHECK(!sweeps([](BackwardParams& params) {
-    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
-  }));
-  CHECK(!sweeps([](BackwardParams& params) { params.sparsity.lists.data = &some_int; }));
-}
-
-TEST(short_packed_sequences_are_swept_where_none_is_long_beside_a_ctas_work) {
-  struct Expected {
-    int batch_size, num_heads_q, num_heads_k, head_dim;
-    Window window;
-    int swept_rows;
-  };
-  constexpr int average = 256;
-  // 3/4 of 50 MiB over 132 CTAs of 512 or 1,024 bytes a row: 581, 290; or 2 or 4 tiles of 128 keys.
-  // A third of a CTA's work: average * sqrt(batch_size * heads / (3 * 132)).
-  for (const Expected& expected : {Expected{128, 32, 32, 64, causal, 581},
-                                   {128, 32, 32, 64, {}, 581},
-                                   {128, 16, 16, 128, causal, 512},
-                                   {128, 16, 16, 128, {}, 290},
-                                   {128, 64, 16, 64, causal, 512},  // 145 would fit L2
-                                   {128, 64, 16, 64, {}, 256},
-                                   {64, 16, 16, 64, causal, 411},
-                                   {64, 16, 16, 64, {}, 411},
-                                   {7, 16, 16, 64, causal, 136},
-                                   {6, 16, 16, 64, causal, 0},        // 126: no more than a tile
-                                   {128, 16, 16, 192, causal, 0}}) {  // pairs of CTAs
-    const int total = expected.batch_size * average;
-    const AttentionShape shape{.batch_size = expected.batch_size,
-                               .seqlen_q = total,
-                               .seqlen_k = total,
-                               .num_heads_q = expected.num_heads_q,
-                               .num_heads_k = expected.num_heads_k,
-                               .head_dim = expected.head_dim,
-                               .head_dim_v = expected.head_dim};
-    auto params = with_tensors(call<BackwardParams>(shape, expected.window));
-    CHECK_EQ(sm90_plan(params).table.swept_rows, 0);
-    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
-    const BackwardPlan result = sm90_plan(params);
-    CHECK_EQ(result.table.swept_rows, expected.swept_rows);
-    CHECK(!result.sweeps && result.dq_path == DqPath::converted);
-    // Longer sequences have sums.
-    CHECK(result.tickets.offset - result.dq_accum.offset >=
-          sizeof(float) * expected.num_heads_q * total * expected.head_dim);
-  }
-}
-
-TEST(beside_swept_sequences_others_may_have_sums_that_warps_finish) {
-  const AttentionShape shape{.batch_size = 7,
-                             .seqlen_q = 4200,
-                             .seqlen_k = 4200,
-                             .num_heads_q = 8,
-                             .num_heads_k = 8,
-                             .head_dim = 128,
-                             .head_dim_v = 128};
-  auto params = with_tensors(call<BackwardParams>(shape));
-  params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
-  const BackwardPlan result = sm90_plan(params);
-  CHECK(result.dq_path == DqPath::finished);
-  CHECK_EQ(result.table.swept_rows, 225);
-}
-
-TEST(packed_sequences_are_not_swept_in_a_fixed_order_or_by_other_kernels) {
-  const AttentionShape shape{.batch_size = 128,
-                             .seqlen_q = 32'768,
-                             .seqlen_k = 32'768,
-                             .num_heads_q = 32,
-                             .num_heads_k = 32,
-                             .head_dim = 64,
-                             .head_dim_v = 64};
-  const auto swept_rows = [&](auto change) {
-    auto params = with_tensors(call<BackwardParams>(shape));
-    params.sequences.cu_seqlens_q = params.sequences.cu_seqlens_k = &some_int;
-    change(params);
-    return sm90_plan(params).table.swept_rows;
-  };
-  CHECK_EQ(swept_rows([](BackwardParams&) {}), 581);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.score.softcap = 1.0f; }), 581);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.sequences.seqused_k = &some_int; }), 581);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.deterministic = true; }), 0);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.sparsity.lists.data = &some_int; }), 0);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.score.softmax_scale = -1.0f; }), 0);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.shape.seqlen_k = 0; }), 0);
-  CHECK_EQ(swept_rows([](BackwardParams& params) { params.shape.batch_size = 0; }), 0);
-}
-
-TEST(a_sweep_may_be_of_some_of_the_query_heads_of_a_key_head) {
-  const AttentionShape shape{.batch_size = 33,
-                             .seqlen_q = 260,
-                             .seqlen_k = 130,
-                             .num_heads_q = 8,
-                             .num_heads_k = 1,
-                             .head_dim = 64,
-                             .head_dim_v = 64};
-  const BackwardPlan result = sm90_plan(with_tensors(call<BackwardParams>(shape)));
-  CHECK_EQ(result.dkdv_splits, 4);
-  CHECK(result.sweeps);
-  CHECK_EQ(result.num_ctas, 132);
-  CHECK_EQ(result.tickets.offset - result.dq_accum.offset, sizeof(float) * 132 * 2 * 384 * 64);
-}
-
-TEST(sections_of_sm90_keep_to_a_small_part_of_l2_unless_key_tiles_wait_for_one_another) {
-  const auto section = [](const Window& window, bool deterministic, int seqlen = 4096) {
-    AttentionShape shape = training;
-    shape.seqlen_q = shape.seqlen_k = seqlen;
-    auto params = with_tensors(call<BackwardParams>(shape, window));
-    params.deterministic = deterministic;
-    return sm90_plan(params).schedule.heads_per_section;
-  };
-  // An eighth of L2 is 6.25 MiB: one head of 4 MiB, six of 1 MiB, of which 8 divide 64.
-  CHECK_EQ(section({}, false), 1);
-  CHECK_EQ(section({}, false, 1024), 8);
-  // A quarter: 3 heads, and 4 divide 64. 3 of 4 tiles for each of 132 SMs are 4 heads of 32 too.
-  CHECK_EQ(section(causal, false), 4);
-  // 2 tiles for each of 132 SMs are 9 heads of 32; 16 divide 64.
-  CHECK_EQ(section({}, true), 16);
-  CHECK_EQ(section({}, true, 8192), 8);
-  // 8 tiles of a head at a time are 16 heads, or more of few tiles.
-  CHECK_EQ(section(causal, true), 16);
-  CHECK_EQ(section(causal, true, 8192), 16);
-  CHECK_EQ(section(causal, true, 1024), 64);  // 33 would do
+  CHECK_EQ(std::string(plan(params).instance->name), "hd128");
 }

@@ -8,19 +8,107 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
+#include "plan_table.h"
 
 using namespace host_tests;
 
 namespace {
 
 // One new query of each of 4 sequences, with 4 query heads for each of 8 key heads.
-constexpr AttentionShape decoding{.batch_size = 4,
-                                  .seqlen_q = 1,
-                                  .seqlen_k = 8192,
-                                  .num_heads_q = 32,
-                                  .num_heads_k = 8,
-                                  .head_dim = 128,
-                                  .head_dim_v = 128};
+constexpr AttentionShape decoding = sizes(4, 1, 8192, 32, 8, 128);
+
+// Of one new query of each of 4 sequences, with 4 query heads for each of 8 key heads, and others.
+constexpr PlannedCall plans[] = {
+    // Few rows decode, 4 a query, and more where there is a cache.
+    {"4 4 8192 32 8 128", "row=hd128_decode"},
+    {"4 5 8192 32 8 128", "row=hd128"},
+    {"4 16 8192 32 8 128 used_k", "row=hd128_decode"},
+    {"4 17 8192 32 8 128 used_k", "row=hd128"},
+    {"4 16 8192 32 8 128 pages", "row=hd128_decode"},
+    {"4 17 8192 32 8 128 pages", "row=hd128_cache"},
+    {"4 16 8192 32 8 128 splits=0", "row=hd128_decode"},
+    {"4 17 8192 32 8 128 splits=0", "row=hd128"},
+    {"4 1 8192 32 8 128 used_k smem_kib=64", "row=hd128"},  // which decode rows do not fit
+    // Of packed queries, 400 in all, the longest decides where it is known.
+    {"4 400 8192 32 8 128 packed", "row=hd128"},
+    {"4 400 8192 32 8 128 packed longest_q=4", "row=hd128_decode"},
+    {"4 400 8192 32 8 128 packed longest_q=5", "row=hd128"},
+    // Features choose among the kernels of a kind; decode kernels drop nothing.
+    {"4 1 8192 32 8 128 softcap", "row=hd128_decode"},
+    {"4 1 8192 32 8 128 alibi", "row=hd128_decode"},
+    {"4 1 8192 32 8 128 pages", "row=hd128_decode"},
+    {"4 1 8192 32 8 128 dropout", "row=hd128_features"},
+    {"4 512 8192 32 8 128 softcap", "row=hd128_features"},
+    {"4 512 8192 32 8 128 alibi", "row=hd128_features"},
+    {"4 512 8192 32 8 128 pages", "row=hd128_cache"},
+    {"4 512 8192 32 8 128 dropout", "row=hd128_features"},
+    // Any head dim decodes.
+    {"4 512 8192 32 8 1", "row=hd64_decode"},
+    {"4 512 8192 32 8 59", "row=hd64_decode"},
+    {"4 512 8192 32 8 64", "row=hd64"},
+    {"4 512 8192 32 8 65", "row=hd128_decode"},
+    {"4 512 8192 32 8 127", "row=hd128_decode"},
+    {"4 512 8192 32 8 128", "row=hd128"},
+    // A batch-invariant choice does not look at the batch.
+    {"4 4000 8192 32 8 128 packed batch_invariant", "row=hd128_decode keys_per_split=512"},
+    {"4 4000 8192 32 8 128 packed batch_invariant longest_q=1", "row=hd128_decode"},
+    {"4 4000 8192 32 8 128 packed batch_invariant longest_q=1000", "row=hd128_decode"},
+    {"4 4000 8192 32 8 128 used_k batch_invariant", "row=hd128 keys_per_split=0"},
+    // Tiles hold the heads that share a key head.
+    {"4 1 8192 8 8 128 used_k", "row=hd128_decode q_tiles=1 heads=8 batch_heads=32"},
+    {"4 1 8192 128 8 128 used_k", "row=hd128_decode q_tiles=1 heads=8 batch_heads=32"},
+    {"4 1 8192 136 8 128 used_k", "row=hd128_decode q_tiles=2 heads=8 batch_heads=32"},
+    {"4 3 8192 56 8 128 used_k", "row=hd128_decode q_tiles=2 heads=8 batch_heads=32"},
+    {"4 16 8192 32 8 128 used_k", "row=hd128_decode q_tiles=4 heads=8 batch_heads=32"},
+    {"4 17 8192 8 8 128 used_k", "row=hd128_decode q_tiles=2 heads=8 batch_heads=32"},
+
+    // One split is what a call gets unless it asks; of 128 steps of 4 warps * 16 keys it gets as
+    // many as it asks for.
+    {"4 1 8192 32 8 128 used_k", "splits=1 workspace=0"},
+    {"4 1 8192 32 8 128 used_k splits=1", "splits=1 keys_per_split=0"},
+    {"4 1 8192 32 8 128 used_k splits=3", "splits=3 keys_per_split=0"},
+    {"4 1 8192 32 8 128 used_k splits=128", "splits=128 keys_per_split=0"},
+    {"4 1 8192 32 8 128 used_k splits=129", "splits=128 keys_per_split=0"},
+    {"4 1 1 32 8 128 used_k splits=129", "splits=1"},
+    {"4 1 0 32 8 128 used_k splits=129", "splits=1"},
+    {"4 128 8192 32 8 128 pages splits=200", "row=hd128_cache splits=128"},  // blocks of 64 keys
+    // One sequence gets a CTA for every SM, of 132, for each of 8 key heads.
+    {"1 1 8192 32 8 128 splits=0", "splits=16"},
+    {"16 1 8192 32 8 128 splits=0", "splits=1"},
+    // Lengths that may differ get more splits to share, as many as are useful and affordable.
+    {"4 1 8192 32 8 128 splits=0", "splits=4"},
+    {"4 1 8192 32 8 128 used_k splits=0", "splits=32"},
+    {"32 1 65536 32 8 128 used_k splits=0", "splits=32"},
+    {"4 1 512 32 8 128 used_k splits=0", "splits=4"},    // 8 steps, 2 at least for each
+    {"32 1 64 32 8 128 used_k splits=0", "splits=1"},    // a step or two
+    {"1 1 8192 32 8 128 used_k splits=0", "splits=16"},  // nothing to differ from
+    {"1 1 65536 32 8 128 used_k splits=0", "splits=16"},
+    // Batch-invariant splits have a fixed length, whatever is asked for.
+    {"1 1 1 32 8 128 used_k batch_invariant", "splits=1 keys_per_split=512"},
+    {"4 1 512 32 8 128 used_k batch_invariant splits=0", "splits=1 keys_per_split=512"},
+    {"1 1 513 32 8 128 used_k batch_invariant splits=1", "splits=2 keys_per_split=512"},
+    {"1000 1 513 32 8 128 used_k batch_invariant splits=5", "splits=2 keys_per_split=512"},
+    {"1 1 8192 32 8 128 used_k batch_invariant splits=5", "splits=16 keys_per_split=512"},
+    {"1000 1 8192 32 8 128 used_k batch_invariant splits=0", "splits=16 keys_per_split=512"},
+    {"4 1 65536 32 8 128 packed batch_invariant", "splits=128 keys_per_split=512"},
+    {"4 1 65536 32 8 128 packed batch_invariant longest_k=4096", "splits=8 keys_per_split=512"},
+    {"4 1 65536 32 8 128 packed batch_invariant longest_k=4097", "splits=9 keys_per_split=512"},
+    {"4 1 65536 32 8 128 packed batch_invariant longest_k=100000", "splits=128"},
+    // No decode kernel: nothing is split, so nothing can differ.
+    {"4 512 8192 32 8 128 used_k pages batch_invariant splits=5", "row=hd128_cache splits=1"},
+
+    // Where lengths decide, as many CTAs as fit, two of 97 KiB in 227, draw the splits of 32 tiles;
+    // the others are left to other kernels.
+    {"4 1 8192 32 8 128 splits=16", "ctas=264 lengths_decide=no grid=512"},
+    {"4 1 8192 32 8 128 used_k splits=16", "ctas=264 lengths_decide=yes grid=264"},
+    {"4 1 8192 32 8 128 used_k splits=8", "lengths_decide=yes grid=256"},
+    {"4 1 8192 32 8 128 used_k splits=8 sms=66", "grid=132"},
+    {"1 1 8192 32 8 128 used_k splits=8", "lengths_decide=no"},  // one length
+    // But as many splits as it asks for.
+    {"1 1 8192 32 8 128 used_k splits=8 batch_invariant", "lengths_decide=yes"},
+    {"1 1 1 32 8 128 used_k splits=8 batch_invariant", "lengths_decide=no"},
+    {"4 512 8192 32 8 128 used_k", "lengths_decide=no grid=512"},
+};
 
 ForwardParams cached_call(const AttentionShape& shape, Window window = {}) {
   auto params = call<ForwardParams>(shape, window);
@@ -33,13 +121,6 @@ ForwardPlan plan(const ForwardParams& params, const DeviceInfo& device = h200) {
 }
 
 std::string chosen(const ForwardParams& params) { return plan(params).instance->name; }
-
-template <class Change>
-std::string chosen(const AttentionShape& shape, Change change) {
-  auto params = call<ForwardParams>(shape);
-  change(params);
-  return chosen(params);
-}
 
 TensorView view_at(std::uintptr_t address, std::int64_t row_stride = 4096) {
   return {.data = reinterpret_cast<void*>(address),
@@ -54,59 +135,15 @@ std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
   return complete_forward_table();
 }
 
+TEST(plans_of_calls) { check_plans<ForwardParams>(plans, plan, /*has_tensors=*/false); }
+
 // Which kernel
 
-TEST(few_rows_decode_and_more_where_there_is_a_cache) {
-  const auto by_rows = [](int seqlen_q, auto change) {
-    AttentionShape shape = decoding;  // 4 rows a query
-    shape.seqlen_q = seqlen_q;
-    return chosen(shape, change);
-  };
-  const auto nothing = [](auto&) {};
-  CHECK_EQ(by_rows(4, nothing), "hd128_decode");
-  CHECK_EQ(by_rows(5, nothing), "hd128");
-  const auto with_lengths = [](auto& p) { p.sequences.seqused_k = &some_int; };
-  CHECK_EQ(by_rows(16, with_lengths), "hd128_decode");
-  CHECK_EQ(by_rows(17, with_lengths), "hd128");
-  const auto with_pages = [](auto& p) { p.paged.block_table = &some_int; };
-  CHECK_EQ(by_rows(16, with_pages), "hd128_decode");
-  CHECK_EQ(by_rows(17, with_pages), "hd128_cache");
-  const auto with_splits = [](auto& p) { p.split.num_splits = 0; };
-  CHECK_EQ(by_rows(16, with_splits), "hd128_decode");
-  CHECK_EQ(by_rows(17, with_splits), "hd128");
-}
-
-TEST(of_packed_queries_the_longest_decides_where_it_is_known) {
-  AttentionShape shape = decoding;
-  shape.seqlen_q = 400;  // in all
-  auto params = packed_call<ForwardParams>(shape);
-  CHECK_EQ(chosen(params), "hd128");
-  params.sequences.max_seqlen_q = 4;
-  CHECK_EQ(chosen(params), "hd128_decode");
-  params.sequences.max_seqlen_q = 5;
-  CHECK_EQ(chosen(params), "hd128");
-}
-
-TEST(features_choose_among_the_kernels_of_a_kind) {
-  AttentionShape shape = decoding;
-  for (const int seqlen_q : {1, 512}) {
-    shape.seqlen_q = seqlen_q;
-    const std::string decode = seqlen_q == 1 ? "hd128_decode" : "hd128_features";
-    CHECK_EQ(chosen(shape, [](auto& p) { p.score.softcap = 20.0f; }), decode);
-    CHECK_EQ(chosen(shape, [](auto& p) { p.score.alibi_slopes = &some_float; }), decode);
-    const std::string cached = seqlen_q == 1 ? "hd128_decode" : "hd128_cache";
-    CHECK_EQ(chosen(shape, [](auto& p) { p.paged.block_table = &some_int; }), cached);
-    // Decode kernels drop nothing.
-    CHECK_EQ(chosen(shape, [](auto& p) { p.dropout.threshold = 1; }), "hd128_features");
-  }
-}
-
-TEST(without_a_decode_kernel_that_fits_the_others_take_the_call) {
+TEST(without_a_decode_kernel_the_others_take_the_call) {
   CHECK_EQ(std::string(plan_forward(cached_call(decoding), h200, forward_table()).instance->name),
            "hd128_full");
-  DeviceInfo small = h200;
-  small.smem_per_block = 64 * 1024;
-  CHECK_EQ(std::string(plan(cached_call(decoding), small).instance->name), "hd128");
+  CHECK_ERROR(plan(call<ForwardParams>(sizes(4, 512, 8192, 32, 8, 129))),
+              "no compiled decode kernel");
 }
 
 TEST(rows_off_16_byte_boundaries_decode_whatever_their_number) {
@@ -132,85 +169,12 @@ TEST(rows_off_16_byte_boundaries_decode_whatever_their_number) {
   }
 }
 
-TEST(any_head_dim_decodes) {
-  AttentionShape shape = decoding;
-  shape.seqlen_q = 512;
-  for (const auto& [head_dim, name] : {std::pair{1, "hd64_decode"},
-                                       {59, "hd64_decode"},
-                                       {64, "hd64"},
-                                       {65, "hd128_decode"},
-                                       {127, "hd128_decode"},
-                                       {128, "hd128"}}) {
-    shape.head_dim = shape.head_dim_v = head_dim;
-    CHECK_EQ(chosen(call<ForwardParams>(shape)), name);
-  }
-  shape.head_dim = shape.head_dim_v = 129;
-  CHECK_ERROR(plan(call<ForwardParams>(shape)), "no compiled decode kernel");
-}
-
-TEST(a_batch_invariant_choice_does_not_look_at_the_batch) {
-  AttentionShape shape = decoding;
-  shape.seqlen_q = 4000;
-  for (const int max_seqlen_q : {0, 1, 1000}) {
-    auto packed = packed_call<ForwardParams>(shape);
-    packed.split.batch_invariant = true;
-    packed.sequences.max_seqlen_q = max_seqlen_q;
-    CHECK_EQ(chosen(packed), "hd128_decode");
-    CHECK_EQ(plan(packed).keys_per_split, 512);
-  }
-  auto dense = cached_call(shape);
-  dense.split.batch_invariant = true;
-  CHECK_EQ(chosen(dense), "hd128");
-  CHECK_EQ(plan(dense).keys_per_split, 0);
-}
-
-TEST(decode_tiles_hold_the_heads_that_share_a_key_head) {
-  for (const auto& [seqlen_q, group, tiles] :
-       {std::tuple{1, 1, 1}, {1, 16, 1}, {1, 17, 2}, {3, 7, 2}, {16, 4, 4}, {17, 1, 2}}) {
-    AttentionShape shape = decoding;
-    shape.seqlen_q = seqlen_q;
-    shape.num_heads_q = 8 * group;
-    const ForwardPlan result = plan(cached_call(shape));
-    CHECK_EQ(std::string(result.instance->name), "hd128_decode");
-    CHECK_EQ(result.schedule.num_tiles, tiles);
-    CHECK_EQ(result.schedule.num_heads, 8);
-    CHECK_EQ(result.schedule.num_batch_heads, 32);
-  }
-}
-
-// How many splits
-
 TEST(without_the_feature_nothing_is_split) {
   auto params = cached_call(decoding);
   params.split.num_splits = 16;
   CHECK_EQ(plan_forward(params, h200, forward_table()).num_splits, 1);
   params.split.batch_invariant = true;
   CHECK_EQ(plan_forward(params, h200, forward_table()).num_splits, 1);
-}
-
-TEST(one_split_is_what_a_call_gets_unless_it_asks) {
-  CHECK_EQ(plan(cached_call(decoding)).num_splits, 1);
-  CHECK_EQ(plan(cached_call(decoding)).workspace_bytes, std::size_t{0});
-}
-
-TEST(a_given_number_is_taken_as_far_as_there_are_keys) {
-  auto params = cached_call(decoding);  // 128 steps of 4 warps * 16 keys
-  for (const auto& [asked, planned] : {std::pair{1, 1}, {3, 3}, {128, 128}, {129, 128}}) {
-    params.split.num_splits = asked;
-    CHECK_EQ(plan(params).num_splits, planned);
-    CHECK_EQ(plan(params).keys_per_split, 0);
-  }
-  params.shape.seqlen_k = 1;
-  CHECK_EQ(plan(params).num_splits, 1);
-  params.shape.seqlen_k = 0;
-  CHECK_EQ(plan(params).num_splits, 1);
-  AttentionShape prefill = decoding;
-  prefill.seqlen_q = 128;
-  params = call<ForwardParams>(prefill);
-  params.paged.block_table = &some_int;
-  params.split.num_splits = 200;  // 128 blocks of 64 keys
-  CHECK_EQ(std::string(plan(params).instance->name), "hd128_cache");
-  CHECK_EQ(plan(params).num_splits, 128);
 }
 
 TEST(splits_make_the_busiest_sm_as_idle_as_can_be) {
@@ -238,88 +202,6 @@ TEST(splits_make_the_busiest_sm_as_idle_as_can_be) {
       }
     }
   }
-}
-
-TEST(one_sequence_gets_a_cta_for_every_sm) {
-  auto params = call<ForwardParams>(decoding);
-  params.split.num_splits = 0;
-  params.shape.batch_size = 1;
-  CHECK_EQ(plan(params).num_splits, 16);  // for each of 8 key heads, of 132 SMs
-  params.shape.batch_size = 16;
-  CHECK_EQ(plan(params).num_splits, 1);
-}
-
-TEST(lengths_that_may_differ_get_more_splits_to_share) {
-  auto params = call<ForwardParams>(decoding);
-  params.split.num_splits = 0;
-  CHECK_EQ(plan(params).num_splits, 4);
-  params.sequences.seqused_k = &some_int;
-  CHECK_EQ(plan(params).num_splits, 32);
-  params.shape.seqlen_k = 512;  // 8 steps, 2 at least for each
-  CHECK_EQ(plan(params).num_splits, 4);
-  params.shape.seqlen_k = 8192;
-  params.shape.batch_size = 1;  // nothing to differ from
-  const int of_one = plan(params).num_splits;
-  params.sequences.seqused_k = nullptr;
-  CHECK_EQ(plan(params).num_splits, of_one);
-}
-
-TEST(batch_invariant_splits_have_a_fixed_length) {
-  auto params = cached_call(decoding);
-  params.split.batch_invariant = true;
-  for (const int batch_size : {1, 4, 1000}) {
-    for (const int num_splits : {0, 1, 5}) {
-      params.shape.batch_size = batch_size;
-      params.split.num_splits = num_splits;
-      for (const auto& [seqlen_k, splits] : {std::pair{1, 1}, {512, 1}, {513, 2}, {8192, 16}}) {
-        params.shape.seqlen_k = seqlen_k;
-        const ForwardPlan result = plan(params);
-        CHECK_EQ(result.num_splits, splits);
-        CHECK_EQ(result.keys_per_split, 512);
-      }
-    }
-  }
-  auto packed = packed_call<ForwardParams>(decoding);
-  packed.split.batch_invariant = true;
-  packed.shape.seqlen_k = 65536;  // of all sequences
-  CHECK_EQ(plan(packed).num_splits, 128);
-  for (const auto& [longest, splits] : {std::pair{4096, 8}, {4097, 9}, {100'000, 128}}) {
-    packed.sequences.max_seqlen_k = longest;
-    CHECK_EQ(plan(packed).num_splits, splits);
-    CHECK_EQ(plan(packed).keys_per_split, 512);
-  }
-  params.shape.seqlen_q = 512;  // no decode kernel: nothing is split, so nothing can differ
-  params.paged.block_table = &some_int;
-  CHECK_EQ(std::string(plan(params).instance->name), "hd128_cache");
-  CHECK_EQ(plan(params).num_splits, 1);
-}
-
-TEST(where_lengths_decide_as_many_ctas_as_fit_draw_the_splits) {
-  auto params = call<ForwardParams>(decoding);  // 32 tiles
-  params.split.num_splits = 16;
-  const int fitting = 132 * 2;  // of 97 KiB in 227
-  CHECK_EQ(plan(params).num_ctas, fitting);
-  CHECK(!plan(params).lengths_decide);
-  CHECK_EQ(plan(params).grid, 32 * 16);
-  params.sequences.seqused_k = &some_int;
-  CHECK(plan(params).lengths_decide);
-  CHECK_EQ(plan(params).grid, fitting);
-  params.split.num_splits = 8;
-  CHECK_EQ(plan(params).grid, 32 * 8);
-  DeviceInfo half = h200;  // the others are left to other kernels
-  half.num_sms = 66;
-  CHECK_EQ(plan(params, half).grid, 66 * 2);
-  params.shape.batch_size = 1;  // one length
-  CHECK(!plan(params).lengths_decide);
-  params.split.batch_invariant = true;  // but as many splits as it asks for
-  CHECK(plan(params).lengths_decide);
-  params.shape.seqlen_k = 1;
-  CHECK(!plan(params).lengths_decide);
-  AttentionShape prefill = decoding;
-  prefill.seqlen_q = 512;
-  const ForwardPlan tiles = plan(cached_call(prefill));
-  CHECK(!tiles.lengths_decide);
-  CHECK_EQ(tiles.grid, tiles.schedule.grid_size());
 }
 
 TEST(partial_results_have_their_own_place_in_the_workspace) {
@@ -378,24 +260,6 @@ TEST(splits_may_not_outgrow_the_grid) {
   CHECK_ERROR(plan(params), "num_splits must be at most 2147483647, got 33554432 * 1953125");
   params.split = {.num_splits = 0};
   CHECK_EQ(plan(params).num_splits, 1);  // more would take too much memory for partial results
-}
-
-TEST(unknown_lengths_get_as_many_splits_as_are_useful_and_affordable) {
-  AttentionShape shape = decoding;
-  shape.batch_size = 32;
-  shape.seqlen_k = 1 << 16;
-  auto params = cached_call(shape);
-  params.split.num_splits = 0;
-  CHECK_EQ(plan(params).num_splits, 32);
-  shape.batch_size = 1;  // nobody to share with: what fills the device
-  auto single = cached_call(shape);
-  single.split.num_splits = 0;
-  CHECK(plan(single).num_splits != 32);
-  shape.batch_size = 32;
-  shape.seqlen_k = 64;  // a step or two
-  auto brief = cached_call(shape);
-  brief.split.num_splits = 0;
-  CHECK_EQ(plan(brief).num_splits, 1);
 }
 
 // Keys and values of e4m3

@@ -14,15 +14,7 @@ std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
 
 namespace {
 
-AttentionShape square(int seqlen, int heads) {
-  return {.batch_size = 1,
-          .seqlen_q = seqlen,
-          .seqlen_k = seqlen,
-          .num_heads_q = heads,
-          .num_heads_k = heads,
-          .head_dim = 128,
-          .head_dim_v = 128};
-}
+AttentionShape square(int seqlen, int heads) { return sizes(1, seqlen, seqlen, heads, heads, 128); }
 
 // The name of the row that a forward plans.
 template <class Change>

@@ -1,52 +1,19 @@
 // Plans of calls with lists of blocks or a bias.
-#include <string>
 #include <vector>
 
 #include "check.h"
-#include "fixtures.h"
-#include "host/plan.h"
-#include "host/plan_steps.h"
-#include "no_driver.h"
+#include "planning.h"
 #include "shared/mask/block_lists.h"
+#include "workspaces.h"
 
 using namespace host_tests;
 
 namespace {
 
-ForwardPlan plan(const ForwardParams& params, const DeviceInfo& device = h200) {
-  return plan_forward(params, device, sm90_forward_table());
-}
-BackwardPlan plan(const BackwardParams& params, const DeviceInfo& device = h200) {
-  return plan_backward(params, device, sm90_backward_table());
-}
-
-// The row that serves the training call, or this one, on tensors of its own, after `change`.
-template <class Params, class Change>
-std::string chosen(Change change, const AttentionShape& shape = training, Window window = {},
-                   const DeviceInfo& device = h200) {
-  auto params = with_tensors(call<Params>(shape, window));
-  change(params);
-  return plan(params, device).instance->name;
-}
-
-constexpr auto nothing = [](auto&) {};
-constexpr auto lists = [](auto& params) { params.sparsity.lists.data = &some_int; };
-constexpr auto bias = [](auto& params) { params.score.bias = contiguous_bias(params.shape); };
 constexpr auto fp32_bias = [](auto& params) {
   bias(params);
   params.score.bias.is_fp32 = true;
 };
-constexpr auto ordered = [](BackwardParams& params) { params.deterministic = true; };
-
-// Both changes, one after the other.
-template <class First, class Second>
-auto both(First first, Second second) {
-  return [=](auto& params) {
-    first(params);
-    second(params);
-  };
-}
-
 // Of biases, those that TMA can load have sm90 rows.
 template <class Params>
 void check_biases_of_tma() {
@@ -86,71 +53,19 @@ void check_choices() {
   CHECK_EQ(chosen<Params>(both(lists, bias)), "hd128_masked");
   check_biases_of_tma<Params>();
   const auto with_lists = [](auto change) { return chosen<Params>(both(lists, change)); };
-  CHECK_EQ(with_lists([](auto& p) { p.score.softcap = 20.0f; }), "hd128_masked");
-  CHECK_EQ(with_lists([](auto& p) { p.score.alibi_slopes = &some_float; }), "hd128_masked");
-  CHECK_EQ(with_lists([](auto& p) { p.dropout.threshold = 1; }), "hd128_masked");
-  CHECK_EQ(with_lists([](auto& p) { p.score.softmax_scale = -1.0f; }), "hd128_masked");
+  CHECK_EQ(with_lists(softcap), "hd128_masked");
+  CHECK_EQ(with_lists(alibi), "hd128_masked");
+  CHECK_EQ(with_lists(dropout), "hd128_masked");
+  CHECK_EQ(with_lists(negative_scale), "hd128_masked");
   CHECK_EQ(with_lists([](auto& p) { p.k.row_stride = 0; }), "hd128_masked");
   // Every kernel has these.
   const auto sink = [](auto& p) { p.score.sink = &some_float; };
   CHECK_EQ(chosen<Params>(sink), "sm90_hd128");
   CHECK_EQ(with_lists(sink), "sm90_hd128_sparse");
-  CHECK_EQ(with_lists([](auto& p) { p.sequences.seqused_q = p.sequences.seqused_k = &some_int; }),
-           "sm90_hd128_sparse");
-}
-
-// Of a backward with lists.
-void check_buffers(int seqlen_q, int num_heads_k) {
-  for (const DeviceInfo& device : {h200, a100}) {
-    AttentionShape shape = training;
-    shape.batch_size = 1;
-    shape.seqlen_q = seqlen_q;
-    shape.seqlen_k = 300;
-    shape.num_heads_k = num_heads_k;
-    auto params = with_tensors(call<BackwardParams>(shape));
-    lists(params);
-    const BackwardPlan sparse = plan(params, device);
-    const BackwardConfig& config = sparse.instance->config;
-    CHECK((config.features & feature::block_sparse) != 0);
-    CHECK_EQ(sparse.dkdv_splits > 1, num_heads_k == 1);
-    const std::size_t rows = std::size_t{16} * sparse.q_tiles * config.block_m;
-    std::vector<Bytes> buffers{bytes_of_buffer(sparse.lse_log2, rows),
-                               bytes_of_buffer(sparse.softmax_d, rows),
-                               bytes_of_buffer(sparse.dq_accum, rows * config.head_dim),
-                               bytes_of_buffer(sparse.tickets, 2)};
-    const bool finishes = config.family == KernelFamily::sm90;
-    CHECK(sparse.dq_path == (finishes ? DqPath::finished : DqPath::converted));
-    if (finishes) {
-      buffers.push_back(bytes_of_buffer(sparse.additions, rows / config.block_m));
-      buffers.push_back(bytes_of_buffer(sparse.given_back, std::size_t{2} * sparse.num_ctas));
-      // A counter for each head of the schedule has room.
-      CHECK(static_cast<std::size_t>(sparse.schedule.num_batch_heads) <= rows / config.block_m);
-    }
-    if (sparse.shared_tiles.parts > 1) {
-      const std::int64_t places = sparse.shared_tiles.places();
-      buffers.push_back(
-          bytes_of_buffer(sparse.part_sums, places * config.block_n * 2 * config.head_dim));
-      buffers.push_back(bytes_of_buffer(sparse.part_counters, 2 * places));
-    }
-    if (sparse.dkdv_splits > 1) {
-      const std::size_t partial =
-          std::size_t(sparse.dkdv_splits) * shape.seqlen_k * config.head_dim;
-      buffers.push_back(bytes_of_buffer(sparse.dk_partial, partial));
-      buffers.push_back(bytes_of_buffer(sparse.dv_partial, partial));
-    }
-    check_workspace(buffers, sparse.workspace_bytes);
-  }
+  CHECK_EQ(with_lists(used_lengths), "sm90_hd128_sparse");
 }
 
 }  // namespace
-
-// Stand in for the generated registry.
-std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
-  return sm90_forward_table();
-}
-std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
-  return sm90_backward_table();
-}
 
 TEST(what_a_forward_has_chooses_the_row) { check_choices<ForwardParams>(); }
 TEST(what_a_backward_has_chooses_the_row) { check_choices<BackwardParams>(); }
@@ -178,7 +93,7 @@ TEST(of_gradients_of_a_bias_sm90_rows_write_whole_vectors) {
   };
   AttentionShape one = training;
   one.batch_size = 1;
-  const auto as_it_is = [](BackwardParams&) {};
+  const auto as_it_is = nothing;
   for (const AttentionShape& shape : {one, training})
     CHECK_EQ(with_dbias(shape, as_it_is), "sm90_hd128_bias");
   CHECK_EQ(with_dbias(one, [](BackwardParams& p) { p.dbias.is_fp32 = true; }), "hd128_masked");
@@ -195,6 +110,13 @@ TEST(of_gradients_of_a_bias_sm90_rows_write_whole_vectors) {
       p.score.bias.head_stride = 4096 * 4096;
     };
     CHECK_EQ(with_dbias(shape, padded), "hd128_masked");
+    // One with padded rows has a last vector beyond its columns.
+    const auto both_padded = [=](BackwardParams& p) {
+      padded(p);
+      p.dbias.row_stride = p.score.bias.row_stride;
+      p.dbias.head_stride = p.score.bias.head_stride;
+    };
+    CHECK_EQ(with_dbias(shape, both_padded), "hd128_masked");
   }
 }
 
@@ -249,60 +171,35 @@ TEST(a_forward_of_the_sm90_family_counts_the_tiles_that_have_started) {
   }
 }
 
-TEST(long_tiles_of_lists_have_parts) {
-  const auto parts = [](int seqlen_q, int seqlen_k, int num_heads_k = 16,
-                        const DeviceInfo& device = h200) {
-    AttentionShape shape = training;
-    shape.batch_size = 1;
-    shape.seqlen_q = seqlen_q;
-    shape.seqlen_k = seqlen_k;
-    shape.num_heads_k = num_heads_k;
-    auto params = with_tensors(call<BackwardParams>(shape));
-    lists(params);
-    const BackwardPlan sparse = plan(params, device);
-    if (sparse.shared_tiles.parts > 1) {
-      CHECK_EQ(sparse.shared_tiles.first, 0);
-      CHECK_EQ(sparse.shared_tiles.count,
-               (sparse.schedule.num_tiles + 63) / 64 * sparse.schedule.num_batch_heads);
-    }
-    return sparse.shared_tiles.parts;
-  };
-  CHECK_EQ(parts(4032, 4096), 1);  // 63 steps of 64 queries
-  CHECK_EQ(parts(4033, 4096), 2);
-  CHECK_EQ(parts(8192, 8192), 4);
-  CHECK_EQ(parts(65'536, 65'536), 4);
-  CHECK_EQ(parts(8192, 8192, 16, a100), 1);
-  CHECK_EQ(parts(1024, 4096, 4), 2);  // of four heads
-  // More tiles than rows to count them.
-  CHECK_EQ(parts(4096, 1 << 28), 1);
-  auto packed = with_tensors(packed_call<BackwardParams>(training));
-  lists(packed);
-  CHECK_EQ(plan(packed).shared_tiles.parts, 1);
-}
-
 TEST(workspace_buffers_of_a_backward_with_lists_do_not_overlap) {
   for (const int seqlen_q : {1001, 9001}) {
-    check_buffers(seqlen_q, 1);
-    check_buffers(seqlen_q, 16);
+    for (const int num_heads_k : {1, 16}) {
+      for (const DeviceInfo& device : {h200, a100}) {
+        auto params =
+            with_tensors(call<BackwardParams>(sizes(1, seqlen_q, 300, 16, num_heads_k, 128)));
+        lists(params);
+        const BackwardPlan sparse = plan(params, device);
+        CHECK((sparse.instance->config.features & feature::block_sparse) != 0);
+        CHECK_EQ(sparse.dkdv_splits > 1, num_heads_k == 1);
+        const bool is_sm90 = device.compute_capability == 90;
+        CHECK(sparse.dq_path == (is_sm90 ? DqPath::finished : DqPath::converted));
+        // A counter for each head of the schedule has room.
+        if (is_sm90) CHECK(sparse.schedule.num_batch_heads <= sparse.additions.count);
+        check_backward_workspace(sparse, params);
+      }
+    }
   }
 }
 
 TEST(lists_make_tiles_unequal) {
-  AttentionShape shape = training;  // 32 tiles a head, 64 heads, of which L2 holds none
-  const auto section = [&]<class Params>(const Params&, auto change) {
-    auto params = with_tensors(call<Params>(shape));
+  // 32 tiles a head, 64 heads, of which L2 holds none.
+  const auto section = [&](auto change) {
+    auto params = with_tensors(call<ForwardParams>(sizes(4, 4096, 65'536, 16, 16, 128)));
     change(params);
     return plan(params).schedule.heads_per_section;
   };
-  shape.seqlen_k = 65'536;
-  CHECK_EQ(section(ForwardParams{}, nothing), 1);
-  CHECK_EQ(section(ForwardParams{}, bias), 1);
-  CHECK_EQ(section(ForwardParams{}, lists), 16);              // 2 tiles for 132 SMs: 9 heads
-  CHECK_EQ(section(ForwardParams{}, both(lists, bias)), 64);  // 8 tiles: 33 heads
-  shape.seqlen_k = 4096;
-  shape.seqlen_q = 65'536;
-  CHECK_EQ(section(BackwardParams{}, nothing), 1);
-  CHECK_EQ(section(BackwardParams{}, bias), 1);
-  CHECK_EQ(section(BackwardParams{}, lists), 2);
-  CHECK_EQ(section(BackwardParams{}, both(lists, bias)), 16);
+  CHECK_EQ(section(nothing), 1);
+  CHECK_EQ(section(bias), 1);
+  CHECK_EQ(section(lists), 16);              // 2 tiles for 132 SMs: 9 heads
+  CHECK_EQ(section(both(lists, bias)), 64);  // 8 tiles: 33 heads
 }

@@ -1,23 +1,12 @@
 // Plans of derivatives in a direction: of the forward's results, and of the gradients of those.
-#include <string>
-#include <vector>
-
 #include "check.h"
-#include "fixtures.h"
-#include "host/plan.h"
-#include "host/plan_steps.h"
-#include "no_driver.h"
+#include "plan_table.h"
+#include "planning.h"
+#include "workspaces.h"
 
 using namespace host_tests;
 
 namespace {
-
-ForwardPlan plan(const ForwardParams& params, const DeviceInfo& device = h200) {
-  return plan_forward(params, device, sm90_forward_table());
-}
-BackwardPlan plan(const BackwardParams& params, const DeviceInfo& device = h200) {
-  return plan_backward(params, device, sm90_backward_table());
-}
 
 // A derivative of the training call, or of this one, on tensors of its own.
 template <class Params>
@@ -27,105 +16,110 @@ Params derivative(const AttentionShape& shape = training, Window window = {}) {
 
 // The row that serves it after `change`.
 template <class Params, class Change>
-std::string chosen(Change change, const AttentionShape& shape = training, Window window = {},
-                   const DeviceInfo& device = h200) {
-  auto params = derivative<Params>(shape, window);
-  change(params);
-  return plan(params, device).instance->name;
+std::string chosen_of_derivative(Change change, const AttentionShape& shape = training,
+                                 Window window = {}, const DeviceInfo& device = h200) {
+  const auto with = [=](Params& params) { params = with_tangents(params); };
+  return chosen<Params>(both(with, change), shape, window, device);
 }
+
+constexpr PlannedCall jvps[] = {
+    // What a derivative comes with chooses the row: sm90 rows have windows alone.
+    {"4 4096 4096 16 16 64 tangents", "row=sm90_hd64_tangent"},
+    {"4 4096 4096 16 16 64 tangents causal", "row=sm90_hd64_tangent"},
+    {"4 4096 4096 16 16 128 tangents left=100 right=100", "row=sm90_hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents used_q used_k", "row=sm90_hd128_tangent"},
+    {"4 4096 4096 16 16 192 tangents", "row=hd512_tangent"},
+    {"4 4096 4096 16 16 128 tangents softcap", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents alibi", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents dropout", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents negative_scale", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents lists", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents bias", "row=hd128_tangent"},
+    // A CTA a tile writes tangents, in order, without a counter.
+    {"4 4096 4096 16 16 128 tangents", "row=sm90_hd128_tangent grid=2048 order=grid workspace=0"},
+    {"4 4096 4096 16 16 128 tangents causal", "grid=2048 order=longest workspace=0"},
+    {"4 4096 4096 16 16 128 tangents a100", "row=hd128_tangent grid=4096 order=grid workspace=0"},
+    {"4 4096 4096 16 16 128 tangents causal a100", "grid=4096 order=longest workspace=0"},
+    {"4 0 4096 16 16 128 tangents", "grid=0"},
+    // Of wide heads several CTAs have columns of O.
+    {"4 4096 4096 16 16 136 tangents", "row=hd512_tangent grid=8192"},
+    {"4 4096 4096 16 16 256 tangents", "row=hd512_tangent grid=8192"},
+    {"4 4096 4096 16 16 264 tangents", "row=hd512_tangent grid=16384"},
+    {"4 4096 4096 16 16 512 tangents", "row=hd512_tangent grid=16384"},
+    // Few queries over many keys neither decode nor split.
+    {"1 1 32768 16 16 128 tangents used_k splits=0",
+     "row=sm90_hd128_tangent splits=1 keys_per_split=0 lengths_decide=no grid=16 workspace=0"},
+    {"1 16 32768 16 16 128 tangents used_k splits=7", "row=sm90_hd128_tangent splits=1 grid=16"},
+    {"1 200 32768 16 16 128 tangents used_k splits=7 batch_invariant",
+     "row=sm90_hd128_tangent splits=1 keys_per_split=0 lengths_decide=no grid=32 workspace=0"},
+    {"1 1 32768 16 16 128 tangents used_k splits=7 batch_invariant a100",
+     "row=hd128_tangent splits=1 keys_per_split=0 lengths_decide=no grid=16 workspace=0"},
+    {"1 200 32768 16 16 128 tangents used_k splits=0 a100", "row=hd128_tangent splits=1 grid=64"},
+};
+
+constexpr PlannedCall hvps[] = {
+    {"4 4096 4096 16 16 8 tangents", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 8 tangents causal a100", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents smem_kib=99", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 136 tangents a100", "row=hd256_tangent"},
+    {"4 4096 4096 16 16 512 tangents causal", "row=hd512_tangent"},
+    {"4 4096 4096 16 16 128 tangents softcap", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents alibi", "row=hd128_tangent"},
+    {"4 4096 4096 16 16 128 tangents negative_scale", "row=hd128_tangent"},
+    // A CTA a key tile makes second gradients; of wide heads several have columns of each.
+    {"4 4096 4096 16 16 128 tangents causal", "tiles=8192 grid=8192 ctas=0 convert=4096"},
+    {"4 4096 4096 16 16 264 tangents", "row=hd512_tangent tiles=8192 grid=24576 convert=49152"},
+    {"4 4096 4096 16 16 384 tangents", "row=hd512_tangent grid=24576 convert=49152"},
+    {"4 4096 4096 16 16 512 tangents", "row=hd512_tangent grid=32768 convert=65536"},
+    // It adds in a fixed order where it is asked to. What is added in turn is converted as any sum.
+    {"4 4096 4096 16 16 128 tangents causal", "dq=converted turns=no additions=no"},
+    {"4 4096 4096 16 16 128 tangents causal ordered", "dq=converted turns=yes additions=yes"},
+    {"4 4096 4096 16 16 128 tangents causal lists", "row=hd128_tangent dq=converted turns=no"},
+    {"4 4096 4096 16 16 128 tangents causal lists ordered", "row=hd128_tangent turns=yes"},
+    {"4 4096 4096 16 16 128 tangents causal bias", "row=hd128_tangent dq=converted turns=no"},
+    {"4 4096 4096 16 16 128 tangents causal bias ordered", "row=hd128_tangent turns=yes"},
+    {"4 4096 4096 16 16 128 tangents causal dropout", "row=hd128_tangent dq=converted turns=no"},
+    {"4 4096 4096 16 16 128 tangents causal dropout ordered", "row=hd128_tangent turns=yes"},
+};
 
 AttentionShape with_head_dim(AttentionShape shape, int head_dim) {
   shape.head_dim = shape.head_dim_v = head_dim;
   return shape;
 }
 
-constexpr auto nothing = [](auto&) {};
-constexpr auto lists = [](auto& params) { params.sparsity.lists.data = &some_int; };
-constexpr auto bias = [](auto& params) { params.score.bias = contiguous_bias(params.shape); };
-
-// What a call comes with that its scores are not plain of.
+// Of tensors that a bias and a sink have.
 template <class Params>
-void check_modified(const std::string& row) {
-  CHECK_EQ(chosen<Params>([](auto& p) { p.score.softcap = 20.0f; }), row);
-  CHECK_EQ(chosen<Params>([](auto& p) { p.score.alibi_slopes = &some_float; }), row);
-  CHECK_EQ(chosen<Params>([](auto& p) { p.dropout.threshold = 1; }), row);
-  CHECK_EQ(chosen<Params>([](auto& p) { p.score.softmax_scale = -1.0f; }), row);
-  CHECK_EQ(chosen<Params>(lists), row);
-  CHECK_EQ(chosen<Params>(bias), row);
-  CHECK_EQ(chosen<Params>([](auto& p) {
-             bias(p);
-             p.tangents.bias = p.score.bias;
-           }),
-           row);
-}
-
-// Buffers of a second backward, which lie apart, and what of them it has beside a backward's.
-void check_buffers(const BackwardParams& params, const DeviceInfo& device) {
-  const BackwardPlan hvp = plan(params, device);
-  const BackwardConfig& config = hvp.instance->config;
-  CHECK((config.features & feature::tangent) != 0);
-  CHECK(hvp.dq_path == DqPath::converted);
-  CHECK(!hvp.sweeps && hvp.shared_tiles.parts == 1);
-  const AttentionShape& shape = params.shape;
-  const std::size_t query_tiles = std::size_t(shape.num_heads_q) * hvp.q_tiles;
-  const std::size_t rows = query_tiles * config.block_m;
-  std::vector<Bytes> buffers{bytes_of_buffer(hvp.lse_log2, rows),
-                             bytes_of_buffer(hvp.softmax_d, rows),
-                             bytes_of_buffer(hvp.tangent_lse, rows),
-                             bytes_of_buffer(hvp.tangent_dot, rows),
-                             bytes_of_buffer(hvp.dq_accum, rows * config.head_dim),
-                             bytes_of_buffer(hvp.tickets, 2)};
-  if (hvp.table.used()) buffers.push_back(bytes_of_table(hvp.table));
-  CHECK_EQ(hvp.takes_turns, params.deterministic);
-  CHECK_EQ(hvp.additions.exists(), params.deterministic);
-  if (params.deterministic) buffers.push_back(bytes_of_buffer(hvp.additions, query_tiles));
-  if (hvp.dkdv_splits > 1) {
-    const std::size_t partial =
-        std::size_t(hvp.dkdv_splits) * key_rows(params) * shape.num_heads_k * config.head_dim;
-    buffers.push_back(bytes_of_buffer(hvp.dk_partial, partial));
-    buffers.push_back(bytes_of_buffer(hvp.dv_partial, partial));
-  }
-  check_workspace(buffers, hvp.workspace_bytes);
+void check_further_tangents(const std::string& of_bias, const std::string& of_sink) {
+  const auto with_bias = [](auto& p) {
+    bias(p);
+    p.tangents.bias = p.score.bias;
+  };
+  const auto with_sink = [](auto& p) { p.score.sink = p.tangents.sink = &some_float; };
+  CHECK_EQ(chosen_of_derivative<Params>(with_bias), of_bias);
+  CHECK_EQ(chosen_of_derivative<Params>(with_sink), of_sink);
+  CHECK_EQ(chosen_of_derivative<Params>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
 }
 
 }  // namespace
 
-// Stand in for the generated registry.
-std::span<const ForwardInstance* const> flash_attn_cuda::forward_instances() {
-  return sm90_forward_table();
-}
-std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
-  return sm90_backward_table();
+TEST(plans_of_derivatives) {
+  const auto planned = [](const auto& params, const DeviceInfo& device) {
+    return plan(params, device);
+  };
+  check_plans<ForwardParams>(jvps, planned);
+  check_plans<BackwardParams>(hvps, planned);
+  check_further_tangents<ForwardParams>("hd128_tangent", "sm90_hd128_tangent");
+  check_further_tangents<BackwardParams>("hd128_tangent", "hd128_tangent");
 }
 
 // Of a forward
-
-TEST(what_a_forwards_derivative_comes_with_chooses_the_row) {
-  CHECK_EQ(chosen<ForwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
-  for (const Window& window : {Window{}, causal, Window{.left = 100, .right = 100}}) {
-    CHECK_EQ(chosen<ForwardParams>(nothing, training, window), "sm90_hd128_tangent");
-    CHECK_EQ(chosen<ForwardParams>(nothing, with_head_dim(training, 64), window),
-             "sm90_hd64_tangent");
-    CHECK_EQ(chosen<ForwardParams>(nothing, with_head_dim(training, 192), window), "hd512_tangent");
-    CHECK_EQ(chosen<ForwardParams>(nothing, training, window, a100), "hd128_tangent");
-  }
-  check_modified<ForwardParams>("hd128_tangent");
-  // Every kernel has these.
-  CHECK_EQ(chosen<ForwardParams>([](auto& p) {
-             p.score.sink = &some_float;
-             p.tangents.sink = &some_float;
-           }),
-           "sm90_hd128_tangent");
-  CHECK_EQ(chosen<ForwardParams>(
-               [](auto& p) { p.sequences.seqused_q = p.sequences.seqused_k = &some_int; }),
-           "sm90_hd128_tangent");
-}
 
 TEST(sm90_kernels_load_the_tangents_of_all_three) {
   for (TensorView TangentParams::* view :
        {&TangentParams::q, &TangentParams::k, &TangentParams::v}) {
     const auto with = [=](auto change) {
-      return chosen<ForwardParams>([=](auto& p) { change(p.tangents.*view); });
+      return chosen_of_derivative<ForwardParams>([=](auto& p) { change(p.tangents.*view); });
     };
     CHECK_EQ(with([](auto& v) { v.data = nullptr; }), "hd128_tangent");  // zero
     CHECK_EQ(with([](auto& v) { v.data = static_cast<char*>(v.data) + 8; }), "hd128_tangent");
@@ -139,61 +133,8 @@ TEST(sm90_kernels_load_the_tangents_of_all_three) {
   }
   // Nor do they without the tensors themselves.
   for (TensorView ForwardParams::* view : {&ForwardParams::q, &ForwardParams::k, &ForwardParams::v})
-    CHECK_EQ(chosen<ForwardParams>([=](auto& p) { (p.*view).row_stride = 0; }), "hd128_tangent");
-}
-
-TEST(a_cta_a_tile_writes_tangents) {
-  for (const Window& window : {Window{}, causal}) {
-    const auto params = derivative<ForwardParams>(training, window);
-    for (const DeviceInfo& device : {h200, a100}) {
-      const ForwardPlan jvp = plan(params, device);
-      const bool is_sm90 = device.compute_capability == 90;
-      CHECK_EQ(std::string(jvp.instance->name), is_sm90 ? "sm90_hd128_tangent" : "hd128_tangent");
-      CHECK_EQ(jvp.schedule.grid_size(), 64 * 4096 / jvp.instance->config.block_m);
-      CHECK_EQ(jvp.grid, jvp.schedule.grid_size());
-      CHECK_EQ(jvp.schedule.longest_first, !window.is_full());
-      CHECK_EQ(jvp.schedule.least_last_heads, 1);
-      CHECK_EQ(jvp.num_splits, 1);
-      CHECK(!jvp.tickets.exists());
-      CHECK_EQ(jvp.workspace_bytes, std::size_t{0});
-    }
-  }
-  // Of wide heads several have columns of O.
-  for (const auto& [head_dim, ctas] : {std::pair{136, 1}, {256, 1}, {264, 2}, {512, 2}}) {
-    const ForwardPlan wide = plan(derivative<ForwardParams>(with_head_dim(training, head_dim)));
-    CHECK_EQ(std::string(wide.instance->name), "hd512_tangent");
-    CHECK_EQ(wide.grid, ctas * wide.schedule.grid_size());
-  }
-  AttentionShape empty = training;
-  empty.seqlen_q = 0;
-  CHECK_EQ(plan(derivative<ForwardParams>(empty)).grid, 0);
-}
-
-TEST(few_queries_over_many_keys_neither_decode_nor_split) {
-  AttentionShape shape = training;
-  shape.batch_size = 1;
-  shape.seqlen_k = 1 << 15;
-  for (const int seqlen_q : {1, 16, 200}) {
-    shape.seqlen_q = seqlen_q;
-    for (const int num_splits : {0, 1, 7}) {
-      for (const bool batch_invariant : {false, true}) {
-        for (const DeviceInfo& device : {h200, a100}) {
-          auto params = derivative<ForwardParams>(shape);
-          params.sequences.seqused_k = &some_int;
-          params.split = {.num_splits = num_splits, .batch_invariant = batch_invariant};
-          const ForwardPlan jvp = plan(params, device);
-          CHECK_EQ(std::string(jvp.instance->name),
-                   device.compute_capability == 90 ? "sm90_hd128_tangent" : "hd128_tangent");
-          CHECK(jvp.instance->config.kind == ForwardKind::tiles);
-          CHECK_EQ(jvp.num_splits, 1);
-          CHECK_EQ(jvp.keys_per_split, 0);
-          CHECK(!jvp.lengths_decide);
-          CHECK_EQ(jvp.grid, 16 * ((seqlen_q - 1) / jvp.instance->config.block_m + 1));
-          CHECK_EQ(jvp.workspace_bytes, std::size_t{0});
-        }
-      }
-    }
-  }
+    CHECK_EQ(chosen_of_derivative<ForwardParams>([=](auto& p) { (p.*view).row_stride = 0; }),
+             "hd128_tangent");
 }
 
 TEST(the_derivative_of_a_packed_forward_has_its_table_and_nothing_else) {
@@ -217,38 +158,27 @@ TEST(what_no_derivative_of_a_forward_has_is_refused) {
                .page_size = 64,
                .num_pages = 9};
   };
-  CHECK_ERROR(chosen<ForwardParams>(paged), "features paged_kv, tangent on");
+  CHECK_ERROR(chosen_of_derivative<ForwardParams>(paged), "features paged_kv, tangent on");
   // Only decode rows read such tensors.
-  CHECK_ERROR(chosen<ForwardParams>([](auto& p) { p.q.row_stride += 1; }),
+  CHECK_ERROR(chosen_of_derivative<ForwardParams>([](auto& p) { p.q.row_stride += 1; }),
               "no compiled decode kernel");
   const auto fp32_results = [](auto& p) { p.fp32_results = true; };
-  CHECK_ERROR(chosen<ForwardParams>(fp32_results, training, {}, a100),
+  CHECK_ERROR(chosen_of_derivative<ForwardParams>(fp32_results, training, {}, a100),
               "features tangent, fp32 results on");
-  CHECK_ERROR(chosen<ForwardParams>(nothing, with_head_dim(training, 192), {}, rtx4090),
-              "no compiled forward kernel");
+  CHECK_ERROR(
+      chosen_of_derivative<ForwardParams>(nothing, with_head_dim(training, 192), {}, rtx4090),
+      "no compiled forward kernel");
 }
 
 // Of a backward
 
-TEST(what_a_second_backward_comes_with_chooses_the_row) {
-  CHECK_EQ(chosen<BackwardParams>([](auto& p) { p.tangents = {}; }), "sm90_hd128");
-  for (const Window& window : {Window{}, causal}) {
-    for (const DeviceInfo& device : {h200, a100, rtx4090}) {
-      CHECK_EQ(chosen<BackwardParams>(nothing, with_head_dim(training, 8), window, device),
-               "hd128_tangent");
-      CHECK_EQ(chosen<BackwardParams>(nothing, training, window, device), "hd128_tangent");
-    }
-    CHECK_EQ(chosen<BackwardParams>(nothing, with_head_dim(training, 136), window, a100),
-             "hd256_tangent");
-    CHECK_EQ(chosen<BackwardParams>(nothing, with_head_dim(training, 512), window),
-             "hd512_tangent");
-  }
-  check_modified<BackwardParams>("hd128_tangent");
+TEST(tangents_of_a_second_backward_may_be_zero) {
   for (TensorView TangentParams::* view : {&TangentParams::q, &TangentParams::k, &TangentParams::v})
-    CHECK_EQ(chosen<BackwardParams>([=](auto& p) { p.tangents.*view = {}; }), "hd128_tangent");
-  CHECK_ERROR(chosen<BackwardParams>([](auto& p) { p.fp32_results = true; }),
+    CHECK_EQ(chosen_of_derivative<BackwardParams>([=](auto& p) { p.tangents.*view = {}; }),
+             "hd128_tangent");
+  CHECK_ERROR(chosen_of_derivative<BackwardParams>([](auto& p) { p.fp32_results = true; }),
               "features tangent, fp32 results on");
-  CHECK_ERROR(chosen<BackwardParams>(nothing, with_head_dim(training, 512), {}, a100),
+  CHECK_ERROR(chosen_of_derivative<BackwardParams>(nothing, with_head_dim(training, 512), {}, a100),
               "no compiled backward kernel");
 }
 
@@ -256,21 +186,18 @@ TEST(workspace_buffers_of_a_second_backward_do_not_overlap) {
   for (const int head_dim : {24, 128, 256}) {
     for (const int seqlen : {1, 65, 1001}) {
       for (const int num_heads_k : {1, 9}) {
-        for (const bool deterministic : {false, true}) {
-          const AttentionShape shape{.batch_size = 3,
-                                     .seqlen_q = seqlen,
-                                     .seqlen_k = seqlen,
-                                     .num_heads_q = 9,
-                                     .num_heads_k = num_heads_k,
-                                     .head_dim = head_dim,
-                                     .head_dim_v = head_dim};
-          for (const DeviceInfo& device : {h200, a100}) {
-            auto params = derivative<BackwardParams>(shape, causal);
+        const AttentionShape shape = sizes(3, seqlen, seqlen, 9, num_heads_k, head_dim);
+        for (auto params :
+             {call<BackwardParams>(shape, causal), packed_call<BackwardParams>(shape, causal)}) {
+          params = with_tangents(with_tensors(params));
+          for (const bool deterministic : {false, true}) {
             params.deterministic = deterministic;
-            check_buffers(params, device);
-            params = with_tangents(with_tensors(packed_call<BackwardParams>(shape, causal)));
-            params.deterministic = deterministic;
-            check_buffers(params, device);
+            for (const DeviceInfo& device : {h200, a100}) {
+              const BackwardPlan hvp = plan(params, device);
+              CHECK((hvp.instance->config.features & feature::tangent) != 0);
+              CHECK(hvp.dq_path == DqPath::converted && hvp.shared_tiles.parts == 1);
+              check_backward_workspace(hvp, params);
+            }
           }
         }
       }
@@ -303,38 +230,4 @@ TEST(tangents_add_two_numbers_a_query_row_and_nothing_else) {
   const BackwardPlan sm90 = plan(with_tensors(call<BackwardParams>(training)));
   CHECK_EQ(std::string(sm90.instance->name), "sm90_hd128");
   CHECK(!sm90.tangent_lse.exists() && !sm90.tangent_dot.exists());
-}
-
-TEST(a_second_backward_adds_in_a_fixed_order_where_it_is_asked_to) {
-  for (const auto& change : std::vector<void (*)(BackwardParams&)>{
-           [](BackwardParams&) {}, [](BackwardParams& p) { lists(p); },
-           [](BackwardParams& p) { bias(p); },
-           [](BackwardParams& p) { p.dropout.threshold = 1; }}) {
-    auto params = derivative<BackwardParams>(training, causal);
-    change(params);
-    const BackwardPlan any = plan(params);
-    CHECK(!any.takes_turns && !any.additions.exists());
-    params.deterministic = true;
-    const BackwardPlan ordered = plan(params);
-    CHECK_EQ(ordered.instance, any.instance);
-    CHECK(ordered.takes_turns);
-    // What is added in turn is converted as any other sum.
-    CHECK(ordered.dq_path == DqPath::converted && any.dq_path == DqPath::converted);
-    CHECK_EQ(ordered.additions.count, std::int64_t{16} * ordered.q_tiles);
-  }
-}
-
-TEST(a_cta_a_key_tile_makes_second_gradients) {
-  const BackwardPlan hvp = plan(derivative<BackwardParams>(training, causal));
-  CHECK_EQ(hvp.schedule.grid_size(), 64 * 4096 / 32);
-  CHECK_EQ(hvp.grid, hvp.schedule.grid_size());
-  CHECK_EQ(hvp.num_ctas, 0);
-  CHECK_EQ(hvp.convert_grid, std::int64_t{16} * hvp.q_tiles);
-  // Of wide heads several have columns of each gradient.
-  for (const auto& [head_dim, ctas] : {std::pair{264, 3}, {384, 3}, {512, 4}}) {
-    const BackwardPlan wide = plan(derivative<BackwardParams>(with_head_dim(training, head_dim)));
-    CHECK_EQ(std::string(wide.instance->name), "hd512_tangent");
-    CHECK_EQ(wide.grid, ctas * wide.schedule.grid_size());
-    CHECK_EQ(wide.convert_grid, std::int64_t{ctas} * 16 * wide.q_tiles);
-  }
 }

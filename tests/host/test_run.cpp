@@ -32,13 +32,7 @@ void note(const char* step, const Window& window) {
   record().windows.push_back(window);
 }
 
-constexpr AttentionShape shape{.batch_size = 2,
-                               .seqlen_q = 64,
-                               .seqlen_k = 64,
-                               .num_heads_q = 8,
-                               .num_heads_k = 1,
-                               .head_dim = 64,
-                               .head_dim_v = 64};
+constexpr AttentionShape shape = sizes(2, 64, 64, 8, 1, 64);
 
 ForwardInstance noting(ForwardInstance instance) {
   instance.launch = [](const ForwardPlan&, const ForwardParams& params, Stream) {

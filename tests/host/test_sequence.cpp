@@ -18,13 +18,7 @@ using namespace host_tests;
 
 namespace {
 
-constexpr AttentionShape shape_of_4{.batch_size = 4,
-                                    .seqlen_q = 10,
-                                    .seqlen_k = 100,
-                                    .num_heads_q = 6,
-                                    .num_heads_k = 2,
-                                    .head_dim = 64,
-                                    .head_dim_v = 64};
+constexpr AttentionShape shape_of_4 = sizes(4, 10, 100, 6, 2, 64);
 
 bool operator==(const DeviceErrors& a, const DeviceErrors& b) {
   return std::tie(a.check, a.index, a.value, a.limit) ==

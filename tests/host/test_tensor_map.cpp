@@ -181,13 +181,7 @@ TEST(a_row_of_a_box_is_as_wide_as_the_swizzle) {
 }
 
 TEST(bits_of_a_mask_are_rows_of_16_bytes) {
-  const AttentionShape shape{.batch_size = 3,
-                             .seqlen_q = 200,
-                             .seqlen_k = 300,
-                             .num_heads_q = 6,
-                             .num_heads_k = 2,
-                             .head_dim = 64,
-                             .head_dim_v = 64};
+  const AttentionShape shape = sizes(3, 200, 300, 6, 2, 64);
   alignas(16) static std::uint32_t words[4];
   PairBits bits{.data = words,
                 .batch_stride = 2400,
@@ -322,13 +316,7 @@ TEST(a_thread_without_a_context_gets_that_of_its_device) {
 // The extents of a call
 
 TEST(a_paged_cache_has_an_entry_for_each_page) {
-  const AttentionShape shape{.batch_size = 5,
-                             .seqlen_q = 100,
-                             .seqlen_k = 144,
-                             .num_heads_q = 8,
-                             .num_heads_k = 2,
-                             .head_dim = 40,
-                             .head_dim_v = 24};
+  const AttentionShape shape = sizes(5, 100, 144, 8, 2, 40, 24);
   const PagedKvParams paged{.block_table = &some_int,
                             .table_stride = 3,
                             .max_pages = 3,
@@ -341,13 +329,7 @@ TEST(a_paged_cache_has_an_entry_for_each_page) {
 }
 
 TEST(packed_tensors_are_one_batch_entry) {
-  const AttentionShape shape{.batch_size = 7,
-                             .seqlen_q = 100,
-                             .seqlen_k = 300,
-                             .num_heads_q = 8,
-                             .num_heads_k = 2,
-                             .head_dim = 40,
-                             .head_dim_v = 24};
+  const AttentionShape shape = sizes(7, 100, 300, 8, 2, 40, 24);
   const auto check = [&](const ForwardParams& params, int batch_q, int batch_k) {
     const TensorExtents extents = tensor_extents(params.shape, params.sequences);
     check_extent(extents.q, batch_q, 100, 8, 40);

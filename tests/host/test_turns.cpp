@@ -278,14 +278,7 @@ TEST(turns_number_the_adders_from_the_first_that_starts) {
 }
 
 TEST(additions_are_counted_in_turns_when_asked_for_and_there_are_queries) {
-  auto params = deterministic_call({.batch_size = 3,
-                                    .seqlen_q = 100,
-                                    .seqlen_k = 100,
-                                    .num_heads_q = 4,
-                                    .num_heads_k = 2,
-                                    .head_dim = 64,
-                                    .head_dim_v = 64},
-                                   left_alone, false);
+  auto params = deterministic_call(sizes(3, 100, 100, 4, 2, 64), left_alone, false);
   BackwardPlan plan = plan_backward(params, h200, small_tiles());
   CHECK(plan.takes_turns);
   CHECK(plan.tiles_descend);
@@ -305,13 +298,7 @@ TEST(dense_turns_follow_tickets_and_never_wait_for_a_later_one) {
     for (const auto& [seqlen_q, seqlen_k] :
          {std::pair{250, 250}, {64, 400}, {400, 64}, {33, 31}, {1, 100}}) {
       for (const int num_heads_k : {1, 2, 4}) {
-        const AttentionShape shape{.batch_size = 2,
-                                   .seqlen_q = seqlen_q,
-                                   .seqlen_k = seqlen_k,
-                                   .num_heads_q = 4,
-                                   .num_heads_k = num_heads_k,
-                                   .head_dim = 64,
-                                   .head_dim_v = 64};
+        const AttentionShape shape = sizes(2, seqlen_q, seqlen_k, 4, num_heads_k, 64);
         const BackwardParams params = deterministic_call(shape, window, false);
         DeviceInfo device = h200;
         for (const std::int64_t l2_bytes : {std::int64_t{1}, h200.l2_bytes}) {
@@ -330,13 +317,7 @@ TEST(dense_turns_follow_tickets_and_never_wait_for_a_later_one) {
 TEST(lengths_on_the_device_change_nothing_about_it) {
   const int seqused_q[] = {250, 0, 17, 100}, seqused_k[] = {9, 250, 0, 180};
   const int leftpad_k[] = {8, 33, 0, 100};
-  const AttentionShape shape{.batch_size = 4,
-                             .seqlen_q = 250,
-                             .seqlen_k = 250,
-                             .num_heads_q = 2,
-                             .num_heads_k = 1,
-                             .head_dim = 64,
-                             .head_dim_v = 64};
+  const AttentionShape shape = sizes(4, 250, 250, 2, 1, 64);
   for (const Window& window : windows) {
     BackwardParams params = deterministic_call(shape, window, false);
     params.sequences.seqused_q = seqused_q;
@@ -378,13 +359,7 @@ TEST(packed_turns_follow_tickets_and_never_wait_for_a_later_one) {
 // of the key tiles end, not towards what all of them share.
 TEST(key_tiles_follow_each_other_closely) {
   for (const Window& window : windows) {
-    const AttentionShape shape{.batch_size = 1,
-                               .seqlen_q = 1024,
-                               .seqlen_k = 1024,
-                               .num_heads_q = 1,
-                               .num_heads_k = 1,
-                               .head_dim = 64,
-                               .head_dim_v = 64};
+    const AttentionShape shape = sizes(1, 1024, 1024, 1, 1, 64);
     const BackwardParams params = deterministic_call(shape, window, false);
     const BackwardPlan plan = plan_backward(params, h200, small_tiles());
     const std::vector<Program> programs = programs_of(plan, params);

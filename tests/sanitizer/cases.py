@@ -59,6 +59,20 @@ def each_head_dim(head_dims: list[int]) -> Iterator[dict[str, Any]]:
 # -- calls without a mask --------------------------------------------------------------------------
 
 
+def dense_case(
+    batch: int, seqlens: tuple[int, int], heads: tuple[int, int], **fields: Any
+) -> AttentionCase:
+    """Sequences, (Sq, Sk), (Hq, Hk)."""
+    return AttentionCase(
+        batch=batch,
+        seqlen_q=seqlens[0],
+        seqlen_k=seqlens[1],
+        num_heads_q=heads[0],
+        num_heads_k=heads[1],
+        **fields,
+    )
+
+
 def row_cases() -> Iterator[Case]:
     """For every dtype and head dim that has rows: plain ones, ones with every feature, dense,
     packed, over caches; ragged, with shared key heads and partly used head dims.
@@ -92,31 +106,19 @@ def row_cases() -> Iterator[Case]:
 
 def spare_row_cases() -> Iterator[VarlenCase]:
     """With slopes for each sequence, of which those rows have none."""
+    lengths = {"lengths_q": (70, 0, 1), "lengths_k": (33, 5, 140)}
+    fields: dict[str, Any] = {**lengths, "num_heads_q": 2, "num_heads_k": 1}
     for dtype, head_dim in row_kinds():
-        yield VarlenCase(
-            dtype=dtype,
-            head_dim=head_dim,
-            lengths_q=(70, 0, 1),
-            lengths_k=(33, 5, 140),
-            num_heads_q=2,
-            num_heads_k=1,
-            causal=True,
-            alibi=Alibi.per_batch,
-        )
+        kind = {"dtype": dtype, "head_dim": head_dim}
+        yield VarlenCase(**kind, **fields, causal=True, alibi=Alibi.per_batch)
 
 
 def part_cases() -> Iterator[VarlenCase]:
     """For every dtype and head dim that has rows: documents to be cut into parts."""
+    lengths = {"lengths_q": (70, 1, 40), "lengths_k": (90, 5, 40)}
+    fields: dict[str, Any] = {**lengths, "num_heads_q": 2, "num_heads_k": 1}
     for dtype, head_dim in row_kinds():
-        case = VarlenCase(
-            dtype=dtype,
-            head_dim=head_dim,
-            num_heads_q=2,
-            num_heads_k=1,
-            lengths_q=(70, 1, 40),
-            lengths_k=(90, 5, 40),
-            causal=True,
-        )
+        case = VarlenCase(**fields, dtype=dtype, head_dim=head_dim, causal=True)
         yield case
         yield replace(case, **TRAINING, causal=False)
 
@@ -159,16 +161,12 @@ def many_tile_cases() -> Iterator[Case]:
         for field in ("most_causal_seqlen", "most_full_seqlen")
     )
     for common in each_head_dim([32] if ON_CPU else sorted({row.head_dim for row in rows})):
-        many = AttentionCase(
-            **common, batch=1, seqlen_q=70, seqlen_k=150, num_heads_q=280, num_heads_k=140
-        )
+        many = dense_case(1, (70, 150), (280, 140), **common)
         yield many
         yield replace(many, window=(20, -1), seqlen_k=60)
         yield replace(many, causal=True, seqlen_q=150, seqlen_k=20)
         yield replace(many, **TRAINING)
-        yield replace(
-            many, causal=True, seqlen_q=longest + 10, seqlen_k=140, num_heads_q=2, num_heads_k=1
-        )
+        yield dense_case(1, (longest + 10, 140), (2, 1), **common, causal=True)
         yield replace(many, seqlen_q=longest_full + 10, num_heads_q=100, num_heads_k=100)
         # The plain row at head_dim 64 as well, of whose steps these leave nothing empty.
         yield replace(many, seqlen_q=380, seqlen_k=256, num_heads_q=100, num_heads_k=100)
@@ -211,14 +209,13 @@ def long_cases() -> Iterator[Case]:
     rows = [row for row in build_info.compiled_rows() if row.config.get("least_keys_full")]
     for row in rows:
         forward = row.pass_name == "forward"
-        case = AttentionCase(
+        seqlens = (150 if forward else 100, row.config["least_keys_full"] + 70)
+        case = dense_case(
+            1,
+            seqlens,
+            (sms + 2, 1) if forward else (4, 2),
             dtype=DTYPES[row.dtype],
             head_dim=row.head_dim,
-            batch=1,
-            seqlen_q=150 if forward else 100,
-            seqlen_k=row.config["least_keys_full"] + 70,
-            num_heads_q=sms + 2 if forward else 4,
-            num_heads_k=1 if forward else 2,
             softcap=30.0 if "softcap" in row.features else 0.0,
         )
         windowed = row.config["least_keys_windowed"] + 330
@@ -265,15 +262,7 @@ def many_packed(common: dict[str, Any]) -> VarlenCase:
 def value_cases() -> Iterator[Case]:
     """Values narrower than the row by some columns and by whole boxes of TMA, and wider ones."""
     for head_dim, head_dim_v in ((192, 128), (160, 72), (128, 64), (96, 32), (64, 128)):
-        dense = AttentionCase(
-            batch=1,
-            seqlen_q=70,
-            seqlen_k=150,
-            num_heads_q=280,
-            num_heads_k=140,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-        )
+        dense = dense_case(1, (70, 150), (280, 140), head_dim=head_dim, head_dim_v=head_dim_v)
         yield dense
         yield replace(dense, causal=True, num_heads_q=6, num_heads_k=2, **TRAINING)
         packed = many_packed({"head_dim": head_dim, "head_dim_v": head_dim_v})
@@ -287,9 +276,7 @@ def odd_cases() -> Iterator[Case]:
     """Rows without keys, single rows, copied layouts, shared key heads, padded head dims, nothing
     at all.
     """
-    base = AttentionCase(
-        batch=1, seqlen_q=40, seqlen_k=40, num_heads_q=2, num_heads_k=2, causal=True
-    )
+    base = dense_case(1, (40, 40), (2, 2), causal=True)
     yield replace(base, seqlen_q=200, seqlen_k=60)
     yield replace(base, seqlen_q=1, seqlen_k=1, head_dim=8)
     yield replace(base, seqlen_q=1, seqlen_k=300)
@@ -385,7 +372,7 @@ def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
             yield "mask", case, None
         common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
         heads = {"num_heads_q": 4, "num_heads_k": 2}
-        square = AttentionCase(**common, **heads, batch=1, seqlen_q=330, seqlen_k=330)
+        square = dense_case(1, (330, 330), (4, 2), **common)
         blocks = RandomMask(0.7, 64, "hq", "sparsity")
         yield "empty tiles", MaskedCase(square, blocks), without_second_tiles
         causal = MaskedCase(replace(square, causal=True), blocks, None, torch.float32)
@@ -409,15 +396,7 @@ def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
 
 def sparse_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
     """Lists of half of the tiles, without bits and with them, and with what only some rows have."""
-    dense = AttentionCase(
-        batch=1,
-        seqlen_q=150,
-        seqlen_k=330,
-        num_heads_q=4,
-        num_heads_k=2,
-        dtype=dtype,
-        head_dim=head_dim,
-    )
+    dense = dense_case(1, (150, 330), (4, 2), dtype=dtype, head_dim=head_dim)
     yield MaskedCase(dense, RandomMask(0.5, 64, "hq", "blocks"))
     tall = replace(dense, batch=2, seqlen_q=330, seqlen_k=150, causal=True)
     yield MaskedCase(tall, RandomMask(0.5, 64, "bhq", "blocks"))
@@ -431,9 +410,7 @@ def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
     of its own and sums over sequences, heads and queries.
     """
     common: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
-    dense = AttentionCase(
-        **common, batch=2, seqlen_q=70, seqlen_k=151, num_heads_q=4, num_heads_k=2
-    )
+    dense = dense_case(2, (70, 151), (4, 2), **common)
     aligned = replace(dense, batch=1, seqlen_q=150, seqlen_k=136, causal=True)
     ragged = replace(dense, seqlen_q=149, seqlen_k=200)
     yield MaskedCase(dense, None, RandomBias("hq"))
@@ -484,9 +461,7 @@ def many_tile_masked_cases() -> Iterator[tuple[MaskedCase, MaskChange | None]]:
     """
     head_dims = sorted({head_dim for _, head_dim in row_kinds("block_sparse")})
     for common in each_head_dim(head_dims):
-        many = AttentionCase(
-            **common, batch=1, seqlen_q=150, seqlen_k=270, num_heads_q=180, num_heads_k=90
-        )
+        many = dense_case(1, (150, 270), (180, 90), **common)
         yield MaskedCase(many, RandomMask(0.3, 128, "hq", "blocks")), None
         causal = replace(many, causal=True)
         yield MaskedCase(causal, RandomMask(0.5, 64, "hq", "sparsity"), sink=torch.float32), None

@@ -26,7 +26,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -45,18 +45,10 @@ from flash_attn_cuda import (
 from flash_attn_cuda.explain import call_of_shapes, explain
 from flash_attn_cuda.masks.lists import TILE
 from tests.cases import bad_input, second_order
-from tests.cases.accumulate import SumCase
-from tests.cases.attention import (
-    DTYPE_NAMES,
-    AttentionCase,
-    KvCacheCase,
-    Layout,
-    VarlenCase,
-    arrange,
-)
+from tests.cases.attention import DTYPE_NAMES, AttentionCase, KvCacheCase, VarlenCase
 from tests.cases.bands import BandCase
 from tests.cases.families import planned
-from tests.cases.fp8_cache import Fp8Case, Fp8Inputs, assert_fp8_close
+from tests.cases.fp8_cache import Fp8Case, assert_fp8_close
 from tests.cases.fp8_cache import attend as attend_fp8
 from tests.cases.harness import (
     DEVICE,
@@ -72,63 +64,88 @@ from tests.cases.harness import (
 )
 from tests.cases.masked import MaskedCase, MaskedInputs
 from tests.cases.masked_harness import run_masked
-from tests.cases.merge import MergeCase, merge_cases
+from tests.cases.merge import merge_cases
 from tests.cases.parts import Documents, Inputs, run_parts, run_whole, worse_than
 from tests.cases.rotary import RotaryCase, arranged, difference
-from tests.cases.second_order import DerivativeCase, compare_derivatives
+from tests.cases.second_order import DerivativeCase
 from tests.cases.varlen import in_longer_buffers
 from tests.reference import AttentionResult
 from tests.reference.tolerance import compare
-from tests.sanitizer.cases import (
-    ListChange,
-    MaskChange,
-    bad_list_cases,
-    band_cases,
-    derivative_cases,
-    fp8_cases,
-    long_cases,
-    many_tile_cases,
-    many_tile_masked_cases,
-    masked_cases,
-    odd_cases,
-    of_one_head,
-    outgrown_cases,
-    part_cases,
-    row_cases,
-    sanitized_rotary_cases,
-    sanitized_sum_cases,
-    spare_row_cases,
-    value_cases,
-    with_most_heads,
-)
+from tests.sanitizer import cases
+from tests.sanitizer.cases import ListChange, MaskChange
 
-# A call: its name, what runs it and returns what is wrong, and why this build cannot.
+# A call: its name, what runs it and returns what is wrong or raises AssertionError, and why this
+# build cannot.
 Call = tuple[str, Callable[[int], list[str]], str | None]
+
+reference_device = "cpu"
+
+
+# -- between devices -------------------------------------------------------------------------------
+
+
+def on_host(case: Any) -> Any:
+    """The same where references are made."""
+    return replace(case, device=reference_device)
+
+
+def moved(x: Any) -> Any:
+    """Tensors on the device, with their strides and the memory between their elements, and what
+    holds some.
+    """
+    if isinstance(x, Tensor):
+        memory = x.new_empty(0).set_(x.untyped_storage())
+        return memory.to(DEVICE, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
+    if isinstance(x, dict):
+        return {name: moved(value) for name, value in x.items()}
+    if is_dataclass(x):
+        return replace(x, **{field.name: moved(getattr(x, field.name)) for field in fields(x)})
+    return x
+
+
+def wrong(result: AttentionResult, reference: Any) -> list[str]:
+    """What is not close to the reference and the naive result, and what the device has found."""
+    compared = compare(result.to(reference_device), *reference)
+    return [str(item) for item in compared if not item.passes] + flagged()
+
+
+def flagged() -> list[str]:
+    """What the device has found in tensors of indices, as a problem."""
+    try:
+        check_device_errors()
+    except ValueError as error:
+        return [f"flagged {error}"]
+    return []
 
 
 # -- running them ----------------------------------------------------------------------------------
 
 
-reference_device = "cpu"
+def run_case(case: Case, seed: int) -> list[str]:
+    """One forward and, where wanted and compiled, one backward; over a cache with splits chosen,
+    fixed, and independent of the batch.
+    """
+    host_case = on_host(case)
+    inputs = host_case.make_inputs(seed)
+    on_device = moved(inputs)
+    if isinstance(case, KvCacheCase):
+        for changes in ({}, {"num_splits": 3}, {"batch_invariant": True}):
+            results = attend_over_cache(host_case, on_device, **changes)
+            assert_cache_close(host_case, inputs, *(x.to(reference_device) for x in results))
+        return flagged()
+    with_backward = missing_row(case, backward=True) is None
+    result = (run_forward_backward if with_backward else run_forward)(case, on_device)
+    rng_state = drawn_of(case, on_device)
+    return wrong(
+        result, run_reference(host_case, inputs, use_dlse=with_backward, rng_state=rng_state)
+    )
 
 
-def on_host(case: Case) -> Case:
-    """The same where references are made, contiguous."""
-    case = replace(case, device=reference_device)
-    return replace(case, layout=Layout.contiguous) if isinstance(case, AttentionCase) else case
-
-
-def moved(inputs: Any, case: Case | MaskedCase) -> Any:
-    """`inputs` on the device, in memory of the case's layout."""
-    tensors = {
-        field.name: getattr(inputs, field.name).to(DEVICE, copy=True)
-        for field in fields(inputs)
-        if isinstance(getattr(inputs, field.name), torch.Tensor)
-    }
-    if isinstance(case, AttentionCase):
-        for name in ("q", "k", "v", "dout"):
-            tensors[name] = arrange(tensors[name], case.layout)
-    return replace(inputs, **tensors)
+def drawn_of(case: AttentionCase | VarlenCase, on_device: Any) -> Tensor | None:
+    """The random state of the case's call, where references are made."""
+    if case.dropout_p == 0.0:
+        return None
+    return drawn_rng_state(case, on_device).to(reference_device)
 
 
 def run_spare_rows(case: VarlenCase, seed: int) -> list[str]:
@@ -137,17 +154,14 @@ def run_spare_rows(case: VarlenCase, seed: int) -> list[str]:
     """
     host_case = on_host(case)
     inputs = host_case.make_inputs(seed)
-    longer = in_longer_buffers(moved(inputs, case), 200, 90)
     with_backward = missing_row(case, backward=True) is None
-    result = (run_forward_backward if with_backward else run_forward)(case, longer)
-    trimmed = {
-        name: x.narrow(
-            int(name == "lse"), 0, case.total_k if name in ("dk", "dv") else case.total_q
-        )
-        for name, x in result.tensors().items()
-    }
+    run = run_forward_backward if with_backward else run_forward
+    within = {}
+    for name, x in run(case, in_longer_buffers(moved(inputs), 200, 90)).tensors().items():
+        rows = case.total_k if name in ("dk", "dv") else case.total_q
+        within[name] = x.narrow(int(name == "lse"), 0, rows)
     reference = run_reference(host_case, inputs, use_dlse=with_backward)
-    return flagged() + differences(AttentionResult(**trimmed).to(reference_device), reference)
+    return wrong(AttentionResult(**within), reference)
 
 
 def run_parts_of(case: VarlenCase, seed: int) -> list[str]:
@@ -155,132 +169,41 @@ def run_parts_of(case: VarlenCase, seed: int) -> list[str]:
     documents = Documents(case.lengths_q, case.lengths_k or case.lengths_q, (32,), (48,))
     heads = (case.num_heads_q, case.num_heads_k)
     inputs = Inputs.random(documents, heads, case.head_dim, case.dtype, DEVICE, seed=seed)
-    options: dict[str, Any] = {
-        "causal": case.causal,
-        "window_size_left": case.window[0],
-        "window_size_right": case.window[1],
-        "softcap": case.softcap,
-        "dropout_p": case.dropout_p,
-        "deterministic": case.deterministic,
-    }
     slopes = None if case.alibi is None else torch.linspace(0.5, 0.1, heads[0])
-    on_device = None if slopes is None else slopes.to(DEVICE)
-    whole, rng_state = run_whole(documents, inputs, **options, alibi_slopes=on_device)
+    names = ("causal", "softcap", "dropout_p", "deterministic")
+    options: dict[str, Any] = {name: getattr(case, name) for name in names}
+    options["window_size_left"], options["window_size_right"] = case.window
+    on_device = options | {"alibi_slopes": None if slopes is None else slopes.to(DEVICE)}
+    whole, rng_state = run_whole(documents, inputs, **on_device)
     given = rng_state if case.dropout_p > 0.0 else None
-    on_cpu = None if given is None else given.cpu()
-    exact, _ = run_whole(
-        documents, inputs.exact(), **options, alibi_slopes=slopes, rng_state=on_cpu
-    )
-    parts = run_parts(documents, inputs, given, **options, alibi_slopes=on_device)
+    on_cpu = options | {"alibi_slopes": slopes, "rng_state": None if given is None else given.cpu()}
+    exact, _ = run_whole(documents, inputs.exact(), **on_cpu)
+    parts = run_parts(documents, inputs, given, **on_device)
     return worse_than(parts, whole, exact) + flagged()
 
 
 def run_band(case: BandCase, seed: int) -> list[str]:
     """A band of any ends, and where there is one its backward."""
-    host_case = replace(case, device=reference_device)
-    rows = host_case.rows(seed)
-    on_device = replace(
-        rows,
-        pages={},
-        **{
-            name: x.to(DEVICE, copy=True)
-            for name, x in vars(rows).items()
-            if isinstance(x, torch.Tensor)
-        },
-    )
-    result = case.run(on_device).to(reference_device)
-    return differences(result, host_case.reference(rows)) + flagged()
-
-
-def run_case(case: Case, seed: int) -> list[str]:
-    """One forward and, where wanted and compiled, one backward; returns what is wrong."""
     host_case = on_host(case)
-    inputs = host_case.make_inputs(seed)
-    on_device = moved(inputs, case)
-    if isinstance(host_case, KvCacheCase):
-        return run_cache(host_case, inputs, on_device)
-    with_backward = missing_row(case, backward=True) is None
-    result = (run_forward_backward if with_backward else run_forward)(case, on_device)
-    rng_state = (
-        drawn_rng_state(case, on_device).to(reference_device) if case.dropout_p > 0.0 else None
-    )
-    reference = run_reference(host_case, inputs, use_dlse=with_backward, rng_state=rng_state)
-    return differences(result.to(reference_device), reference)
-
-
-def differences(result: AttentionResult, reference: Any) -> list[str]:
-    """What is not close to the reference and the naive result."""
-    return [str(item) for item in compare(result, *reference) if not item.passes]
-
-
-def run_cache(host_case: KvCacheCase, inputs: Any, on_device: Any) -> list[str]:
-    """The case with splits chosen, fixed, and independent of the batch."""
-    problems = []
-    for changes in ({}, {"num_splits": 3}, {"batch_invariant": True}):
-        result, *caches = attend_over_cache(host_case, on_device, **changes)
-        try:
-            assert_cache_close(
-                host_case,
-                inputs,
-                result.to(reference_device),
-                *(x.to(reference_device) for x in caches),
-            )
-        except AssertionError as error:
-            problems.append(f"{changes}: {error}")
-    return problems
+    rows = host_case.rows(seed)
+    return wrong(case.run(moved(rows)), host_case.reference(rows))
 
 
 def run_derivatives(case: DerivativeCase, seed: int) -> list[str]:
-    """A jvp and a double backward."""
-    problem = case.make_problem(seed)
-    return [
-        str(x)
-        for transform in (second_order.jvp, second_order.double_backward)
-        for x in compare_derivatives(problem, transform, transform(problem.attend, problem))
-        if not x.passes
-    ]
+    """A jvp and a double backward, whose references are made on the device."""
+    for transform in (second_order.jvp, second_order.double_backward):
+        second_order.check_derivatives(case, transform, seed)
+    return flagged()
 
 
 def run_fp8(case: Fp8Case, seed: int) -> list[str]:
     """A call over a cache of e4m3, and what it appended."""
     host_case = replace(case, cache=on_host(case.cache))
     inputs = host_case.make_inputs(seed)
-    caches = {field.name: getattr(inputs.cache, field.name) for field in fields(inputs.cache)}
-    cache = replace(inputs.cache, **{name: as_it_lies(x) for name, x in caches.items()})
-    scales = {name: as_it_lies(x) for name, x in inputs.scales.items()}
-    result, found = attend_fp8(case, Fp8Inputs(cache, scales))
+    result, found = attend_fp8(case, moved(inputs))
     back = [x.to(reference_device) if isinstance(x, Tensor) else x for x in found]
-    try:
-        assert_fp8_close(host_case, inputs, result.to(reference_device), back)
-    except AssertionError as error:
-        return [str(error)]
+    assert_fp8_close(host_case, inputs, result.to(reference_device), back)
     return flagged()
-
-
-def as_it_lies(x: Any) -> Any:
-    """A tensor on the device, with its strides and the memory between its elements."""
-    if not isinstance(x, Tensor):
-        return x
-    memory = x.new_empty(0).set_(x.untyped_storage())
-    return memory.to(DEVICE, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def missing_for_fp8(cache: KvCacheCase) -> str | None:
-    """What the build or this GPU lacks for a call over a cache of e4m3, or None."""
-    if ON_CPU:
-        return None
-    sizes: dict[str, Any] = {"batch_size": cache.batch, "seqlen_k": 256, "causal": True}
-    sizes |= {"num_heads_q": cache.num_heads_q, "num_heads_k": cache.num_heads_k}
-    sizes |= {"head_dim": cache.head_dim, "head_dim_v": cache.value_dim}
-    sizes |= {"dtype": DTYPE_NAMES[cache.dtype], "lengths_on_device": True, "e4m3": True}
-    try:
-        for seqlen_q in (1, 100):
-            explain("forward", call_of_shapes(seqlen_q=seqlen_q, **sizes))
-    except RuntimeError as error:
-        if "no compiled" not in str(error):
-            raise
-        return str(error)
-    return None
 
 
 def run_combine(seed: int) -> list[str]:
@@ -296,33 +219,20 @@ def run_combine(seed: int) -> list[str]:
     return [] if worst < 1e-5 else [f"out: off by {worst}"]
 
 
-def run_sums(case: SumCase, seed: int) -> list[str]:
-    return case.problems(seed) + flagged()
-
-
-def run_merge(case: MergeCase, seed: int) -> list[str]:
-    del seed  # the case's own
-    return case.problems()
-
-
 def run_rotary(case: RotaryCase, seed: int) -> list[str]:
     """As a new tensor, with its gradient, and in place."""
-    host, tables, problems = case.make_x(seed), case.make_tables(seed), []
-    on_device = [table.to(DEVICE) for table in tables]
+    host, dout, (cos, sin) = case.make_x(seed), case.make_x(seed + 1), case.make_tables(seed)
+    tables = (cos.to(DEVICE), sin.to(DEVICE))
     x = arranged(host.to(DEVICE), case.layout).requires_grad_()
-    dout = case.make_x(seed + 1)
-    out = case.run(x, (on_device[0], on_device[1]))
+    out = case.run(x, tables)
     out.backward(dout.to(DEVICE))
-    in_place = case.run(x.detach(), (on_device[0], on_device[1]), inplace=True)
-    cos, sin = tables
-    for name, result, expected in (
-        ("out", out.detach(), case.expected(host, tables)),
-        ("dx", x.grad, case.expected(dout, (cos, -sin))),
-        ("in place", in_place, case.expected(host, tables)),
-    ):
-        wrong = difference(result.cpu(), expected)
-        problems += [] if wrong is None else [f"{name}: {wrong}"]
-    return problems
+    found = {
+        "out": (out.detach(), case.expected(host, (cos, sin))),
+        "dx": (x.grad, case.expected(dout, (cos, -sin))),
+        "in place": (case.run(x.detach(), tables, inplace=True), case.expected(host, (cos, sin))),
+    }
+    differences = {name: difference(result.cpu(), y) for name, (result, y) in found.items()}
+    return [f"{name}: {text}" for name, text in differences.items() if text is not None]
 
 
 def run_bad_content(case: bad_input.BadContent, seed: int) -> list[str]:
@@ -345,30 +255,6 @@ def run_bad_content(case: bad_input.BadContent, seed: int) -> list[str]:
 # -- masks, biases and sinks -----------------------------------------------------------------------
 
 
-def missing_for(case: MaskedCase, *passes: str) -> str | None:
-    """What the build or this GPU lacks for passes of the case, or None."""
-    if ON_CPU:
-        return None
-    further = {"block_sparse": case.mask is not None, "bias": case.bias is not None}
-    try:
-        for pass_name in passes:
-            planned(case.of, pass_name, **further)
-    except RuntimeError as error:
-        if "no compiled" not in str(error):
-            raise
-        return str(error)
-    return None
-
-
-def flagged() -> list[str]:
-    """What the device has found in tensors of indices, as a problem."""
-    try:
-        check_device_errors()
-    except ValueError as error:
-        return [f"flagged {error}"]
-    return []
-
-
 def run_masked_case(
     case: MaskedCase,
     seed: int,
@@ -383,7 +269,7 @@ def run_masked_case(
     inputs = host_case.make_inputs(seed)
     if change_mask is not None:
         inputs = replace(inputs, mask=change_mask(inputs.mask))
-    on_device = replace(moved(inputs, case), of=moved(without_unvisited(case, inputs), case.of))
+    on_device = replace(moved(inputs), of=moved(without_unvisited(case, inputs)))
     with_backward = missing_for(case, "backward") is None
     lists = lists_of(host_case, inputs)
     given: dict[str, Any] = {}
@@ -398,17 +284,16 @@ def run_masked_case(
             run_masked(case, on_device, backward=pass_name == "backward", block_mask=bad_mask)
     problems = flagged()
     result = run_masked(case, on_device, backward=with_backward, **given)
-    drops = case.of.dropout_p > 0.0
-    reference = run_reference(
-        host_case.of,
-        inputs.of,
-        use_dlse=with_backward and not drops,
-        rng_state=drawn_rng_state(case.of, on_device.of).to(reference_device) if drops else None,
-        mask=inputs.mask,
-        bias=inputs.bias,
-        sink=inputs.sink,
-    )
-    return problems + differences(result.to(reference_device), reference)
+    return problems + wrong(result, reference_of(host_case, inputs, on_device, with_backward))
+
+
+def reference_of(
+    case: MaskedCase, inputs: MaskedInputs, on_device: MaskedInputs, use_dlse: bool
+) -> Any:
+    rng_state = drawn_of(case.of, on_device.of)
+    features = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
+    use_dlse = use_dlse and rng_state is None
+    return run_reference(case.of, inputs.of, use_dlse=use_dlse, rng_state=rng_state, **features)
 
 
 def lists_of(case: MaskedCase, inputs: MaskedInputs) -> BlockSparsity | None:
@@ -458,75 +343,105 @@ def run_longer_sequence(case: MaskedCase, seed: int) -> list[str]:
     except ValueError as error:
         return [] if ON_CPU else [f"raised {error}"]
     out.backward(packed(inputs.of.dout))
-    problems = flagged()
     of_rows = (out.detach(), *(x.grad for x in leaves))
     out, dq, dk, dv = (x[None, :seqlen] for x in of_rows)
     result = AttentionResult(out, lse.detach()[None, :, :seqlen], dq, dk, dv)
-    masks = {"mask": inputs.mask, "bias": inputs.bias}
-    reference = run_reference(host_case.of, inputs.of, use_dlse=False, **masks)
-    return problems + differences(result.to(reference_device), reference)
-
-
-def masked_call(
-    name: str,
-    case: MaskedCase,
-    run: Callable[..., list[str]] = run_masked_case,
-    **changes: Any,
-) -> Call:
-    case = replace(case, of=replace(case.of, device=DEVICE))
-    return f"{name}: {case}", partial(run, case, **changes), missing_for(case, "forward")
+    return wrong(result, reference_of(host_case, inputs, inputs, use_dlse=False))
 
 
 # -- all of them -----------------------------------------------------------------------------------
 
 
+def why_not_planned(plan: Callable[[], Any]) -> str | None:
+    """What the build or this GPU lacks for what is planned, or None."""
+    if ON_CPU:
+        return None
+    try:
+        plan()
+    except RuntimeError as error:
+        if "no compiled" not in str(error):
+            raise
+        return str(error)
+    return None
+
+
+def missing_for(case: MaskedCase, *passes: str) -> str | None:
+    """The same of passes of the case."""
+    further = {"block_sparse": case.mask is not None, "bias": case.bias is not None}
+    return why_not_planned(lambda: [planned(case.of, name, **further) for name in passes])
+
+
+def missing_for_fp8(cache: KvCacheCase) -> str | None:
+    """The same of a call over a cache of e4m3."""
+    sizes: dict[str, Any] = {"batch_size": cache.batch, "seqlen_k": 256, "causal": True}
+    sizes |= {"num_heads_q": cache.num_heads_q, "num_heads_k": cache.num_heads_k}
+    sizes |= {"head_dim": cache.head_dim, "head_dim_v": cache.value_dim}
+    sizes |= {"dtype": DTYPE_NAMES[cache.dtype], "lengths_on_device": True, "e4m3": True}
+    calls_of = (call_of_shapes(seqlen_q=seqlen_q, **sizes) for seqlen_q in (1, 100))
+    return why_not_planned(lambda: [explain("forward", call) for call in calls_of])
+
+
+def call_of(kind: str, run: Callable[..., list[str]], case: Any, *, backward: bool = False) -> Call:
+    """Of a case without a mask; backward: for which there must be a row."""
+    case = replace(case, device=DEVICE)
+    return f"{kind}{case}", partial(run, case), missing_row(case, backward=backward)
+
+
+def masked_call(
+    kind: str,
+    case: MaskedCase,
+    run: Callable[..., list[str]] = run_masked_case,
+    **changes: Any,
+) -> Call:
+    case = replace(case, of=replace(case.of, device=DEVICE))
+    return f"{kind}: {case}", partial(run, case, **changes), missing_for(case, "forward")
+
+
+def problems_of(case: Any, seed: int) -> list[str]:
+    del seed  # the case's own
+    return case.problems() + flagged()
+
+
 def calls(most_heads: int | None = None) -> Iterator[Call]:
     """most_heads: of queries in calls of many tiles; given, those of derivatives have one."""
-    for case in (*row_cases(), *odd_cases()):
-        case = replace(case, device=DEVICE)
-        yield str(case), partial(run_case, case), missing_row(case, backward=False)
-    for case in spare_row_cases():
-        case = replace(case, device=DEVICE)
-        lacking = missing_row(case, backward=False)
-        yield f"spare rows: {case}", partial(run_spare_rows, case), lacking
-    for case in part_cases():
-        case = replace(case, device=DEVICE)
-        lacking = missing_row(case, backward=True)
-        yield f"parts: {case}", partial(run_parts_of, case), lacking
-    for band in band_cases():
+    for case in (*cases.row_cases(), *cases.odd_cases()):
+        yield call_of("", run_case, case)
+    for case in cases.spare_row_cases():
+        yield call_of("spare rows: ", run_spare_rows, case)
+    for case in cases.part_cases():
+        yield call_of("parts: ", run_parts_of, case, backward=True)
+    for band in cases.band_cases():
         band = replace(band, device=DEVICE)
         yield f"band: {band}", partial(run_band, band), band.missing_row()
-    for sums in sanitized_sum_cases(DEVICE):
+    for sums in cases.sanitized_sum_cases(DEVICE):
         lacking = missing_row(sums.row(), backward=True)
-        yield f"sums: {sums}", partial(run_sums, sums), lacking
-    for name, masked, change in masked_cases():
+        yield f"sums: {sums}", lambda seed, sums=sums: sums.problems(seed) + flagged(), lacking
+    for name, masked, change in cases.masked_cases():
         yield masked_call(name, masked, change_mask=change)
-    for case in long_cases():
-        case = replace(case, device=DEVICE)
-        yield f"many keys: {case}", partial(run_case, case), missing_row(case, backward=False)
-    for case in (*many_tile_cases(), *value_cases()):
-        case = replace(with_most_heads(case, most_heads), device=DEVICE)
-        yield f"many tiles: {case}", partial(run_case, case), missing_row(case, backward=False)
-    for masked, change in many_tile_masked_cases():
-        masked = replace(masked, of=with_most_heads(masked.of, most_heads))
+    for case in cases.long_cases():
+        yield call_of("many keys: ", run_case, case)
+    for case in (*cases.many_tile_cases(), *cases.value_cases()):
+        yield call_of("many tiles: ", run_case, cases.with_most_heads(case, most_heads))
+    for masked, change in cases.many_tile_masked_cases():
+        masked = replace(masked, of=cases.with_most_heads(masked.of, most_heads))
         yield masked_call("many tiles", masked, change_mask=change)
-    for derivative in derivative_cases(DEVICE):
-        derivative = of_one_head(derivative) if most_heads is not None else derivative
+    for derivative in cases.derivative_cases(DEVICE):
+        derivative = cases.of_one_head(derivative) if most_heads is not None else derivative
         lacking = missing_for(derivative.of, "forward", "backward", "jvp", "hvp")
         yield f"derivatives: {derivative}", partial(run_derivatives, derivative), lacking
-    for fp8 in fp8_cases(DEVICE):
+    for fp8 in cases.fp8_cases(DEVICE):
         yield f"fp8: {fp8}", partial(run_fp8, fp8), missing_for_fp8(fp8.cache)
     yield "combine", run_combine, None
     for merge in merge_cases(DEVICE):
-        yield f"merge: {merge}", partial(run_merge, merge), None
-    for rotary in sanitized_rotary_cases(DEVICE):
+        yield f"merge: {merge}", partial(problems_of, merge), None
+    for rotary in cases.sanitized_rotary_cases(DEVICE):
         yield f"rotary: {rotary}", partial(run_rotary, rotary), None
     lacking = missing_row(AttentionCase(causal=True), backward=True)
     for bad in bad_input.bad_content_cases():
         yield f"bad input: {bad.name}", partial(run_bad_content, bad), lacking
-    for name, masked, change_lists in bad_list_cases():
+    for name, masked, change_lists in cases.bad_list_cases():
         yield masked_call(f"bad input: lists with {name}", masked, change_lists=change_lists)
-    for masked in outgrown_cases():
+    for masked in cases.outgrown_cases():
         yield masked_call("bad input: longer than its mask", masked, run_longer_sequence)
 
 
@@ -537,7 +452,7 @@ def parse_share(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -562,7 +477,11 @@ def main() -> int:
         metavar="N",
         help="of queries, about, in calls of many tiles: for kernels whose CTAs take one tile",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
     global reference_device
     reference_device = DEVICE if options.references_on_gpu else "cpu"
     reason = None if ON_CPU else cuda_unavailable_reason()
@@ -571,7 +490,7 @@ def main() -> int:
         return 2
     bad_input.margins = 0
     started = time.monotonic()
-    ran, wrong = 0, 0
+    ran, failed = 0, 0
     share, shares = options.share
     left_out = options.without
     wanted = (
@@ -582,16 +501,19 @@ def main() -> int:
         and (left_out is None or left_out not in call[0])
     )
     for name, run, _ in islice(wanted, share - 1, None, shares):
-        problems = run(ran)
+        try:
+            problems = run(ran)
+        except AssertionError as error:
+            problems = [str(error)]
         ran += 1
-        wrong += bool(problems)
+        failed += bool(problems)
         print(f"{name}: {'; '.join(problems) or 'right'}", flush=True)
     seconds = time.monotonic() - started
     rows = len(build_info.compiled_rows())
     print(
-        f"sanitize: {ran} calls on {DEVICE}, {rows} compiled rows, {wrong} wrong, {seconds:.0f} s"
+        f"sanitize: {ran} calls on {DEVICE}, {rows} compiled rows, {failed} wrong, {seconds:.0f} s"
     )
-    return 1 if wrong or ran == 0 else 0
+    return 1 if failed or ran == 0 else 0
 
 
 if __name__ == "__main__":
