@@ -237,7 +237,7 @@ TileSchedule drawn(int tiles, int heads, int group, int ctas) {
   return schedule;
 }
 
-// The tiles of a CTA that does not draw, as sm90/forward/producer.h finds them.
+// The tiles of a CTA that does not draw, as sm90/tile/finder.h finds them.
 std::vector<TileCoord> walk(const TileSchedule& schedule, int cta, int ctas) {
   std::vector<TileCoord> tiles;
   for (int round = 0; std::int64_t{round} * ctas < schedule.grid_size(); ++round) {
