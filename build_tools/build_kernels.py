@@ -155,7 +155,7 @@ def _device_compiles(plan: Plan, device: DeviceCode, generated: Path) -> list[Co
         compile_of(generated / f"{unit.name}.cu", unit.family, unit.for_hopper)
         for unit in device.units(options.jobs)
     ]
-    auxiliary = sorted(options.source_dir.glob("auxiliary/*.cu"))
+    auxiliary = sorted(options.source_dir.glob("auxiliary/**/*.cu"))
     return units + [compile_of(source, Family.sm80) for source in auxiliary]
 
 
@@ -189,9 +189,7 @@ def _write_manifest(plan: Plan, compiles: Sequence[Compile]) -> None:
         "logs": [f"{job.object}.log" for job in compiles if job.source.suffix == ".cu"],
         "rows": [row.name for row in plan.rows],
     }
-    generate_units.write_if_changed(
-        plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1)
-    )
+    jobs.write_if_changed(plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1))
 
 
 def closing_line(plan: Plan, cost: ninja_build.Cost) -> str:

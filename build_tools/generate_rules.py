@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.generate_call import Field, descriptions
-from build_tools.generate_units import write_if_changed
+from build_tools.jobs import write_if_changed
 from build_tools.toolchain import REPO
 
 HEADER = "torch_binding/generated_rules.h"  # as sources include it

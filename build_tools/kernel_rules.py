@@ -8,10 +8,7 @@ rule says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from build_tools.kernel_row import KernelRow
+from typing import Any
 
 
 class RowError(ValueError):
@@ -24,7 +21,7 @@ Rules = Iterator[tuple[bool, str]]  # whether a rule is kept, and the rule
 WGMMA_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 
 
-def _loads(row: KernelRow, rows: int) -> Rules:
+def _loads(row: Any, rows: int) -> Rules:
     """All threads copy 16 bytes each, again and again, down `rows` of a tile (sm80/isa/copy.h)."""
     chunks_per_row = 8 if row.head_dim % 64 == 0 else 4
     at_a_time = 32 * row.num_warps // chunks_per_row
@@ -33,7 +30,7 @@ def _loads(row: KernelRow, rows: int) -> Rules:
     yield rows % at_a_time == 0, f"{threads}, of which a tile of {rows} is no multiple"
 
 
-def _columns_of_values(row: KernelRow) -> Rules:
+def _columns_of_values(row: Any) -> Rules:
     yield row.value_dim == row.head_dim, "values have the head dim of keys"
     yield row.head_dim % 32 == 0, "a head dim is a multiple of 32"
 
@@ -190,7 +187,7 @@ RULES: dict[str, Callable[[Any], Rules]] = {
 }
 
 
-def check(row: KernelRow) -> None:
+def check(row: Any) -> None:
     """Raises RowError with the first rule that the row breaks."""
     for is_kept, rule in RULES[row.kernel.value](row):
         if not is_kept:
