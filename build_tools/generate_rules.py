@@ -19,7 +19,8 @@ from build_tools.jobs import write_if_changed
 from build_tools.toolchain import REPO
 
 HEADER = "torch_binding/generated_rules.h"  # as sources include it
-TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))  # without the package, and torch
+# Without the package, and torch.
+TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))
 
 # What is told of a call, and what comes with it: class, parameter.
 CALL, INCOMING, TANGENTS = (
