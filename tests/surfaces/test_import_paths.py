@@ -62,8 +62,7 @@ def test_documents_import_something() -> None:
 
 def test_a_module_is_the_same_by_all_its_paths() -> None:
     """What one path's caller sets or registers, the others see."""
-    from flash_attn_cuda import compat
-
+    compat = importlib.import_module("flash_attn_cuda.compat")
     compat.install()
     try:
         for path, ours in (
