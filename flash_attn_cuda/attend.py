@@ -34,11 +34,10 @@ from .checks.calls import (
     missing_backward,
     names_of,
 )
-from .checks.functorch import is_functorch_active
 from .checks.tensors import refuse_forward_gradients
 from .dtensor_import import is_dtensor
 from .operators.derivatives import run_operator
-from .operators.support import arguments_of, check_vmap_randomness
+from .operators.support import arguments_of, check_vmap_randomness, is_functorch_active
 from .operators.transforms import wants_functions
 
 # Of what a call has: no subclass of a tensor that would want to see an operator.

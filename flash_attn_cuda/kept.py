@@ -15,7 +15,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from .checks.functorch import is_functorch_active
+from .operators.support import is_functorch_active
 
 Made = TypeVar("Made")
 

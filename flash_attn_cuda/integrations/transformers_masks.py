@@ -23,9 +23,9 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ..checks.functorch import is_mapped
 from ..kept import is_passing, made_to_keep
 from ..masks.sparsity import BlockSparsity
+from ..operators.support import is_mapped
 from .sequences import Sequences, is_contiguous
 
 # Attribute of a mask: its Meaning. A 2-D copy that lost it still says which keys are real; the rest

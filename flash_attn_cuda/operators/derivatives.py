@@ -41,7 +41,6 @@ from ..call import (
     Tangents,
 )
 from ..checks.calls import check_gradients, missing_backward
-from ..checks.functorch import is_functorch_active
 from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
@@ -49,7 +48,7 @@ from .attention import (
     gradients_op,
 )
 from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS, hvp_op, jvp_op
-from .support import Tensors3, arguments_of
+from .support import Tensors3, arguments_of, is_functorch_active
 from .transforms import (
     Formulas,
     Named,

@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import JvpInterpreter
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ..checks.functorch import is_functorch_active
+from .support import is_functorch_active
 
 _JVP, _VMAP = _functorch.TransformType.Jvp, _functorch.TransformType.Vmap
 Named = Mapping[str, Any]
