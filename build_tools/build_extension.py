@@ -28,7 +28,7 @@ from build_tools import (
     toolchain,
     torch_versions,
 )
-from build_tools.jobs import write_if_changed
+from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO, ToolchainError
 
 MODULE = "_C"

@@ -189,7 +189,9 @@ def _write_manifest(plan: Plan, compiles: Sequence[Compile]) -> None:
         "logs": [f"{job.object}.log" for job in compiles if job.source.suffix == ".cu"],
         "rows": [row.name for row in plan.rows],
     }
-    jobs.write_if_changed(plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1))
+    generate_units.write_if_changed(
+        plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1)
+    )
 
 
 def closing_line(plan: Plan, cost: ninja_build.Cost) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from build_tools.jobs import write_if_changed
+from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO
 
 SOURCE = REPO / "flash_attn_cuda/call.py"

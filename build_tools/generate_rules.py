@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.generate_call import Field, descriptions
-from build_tools.jobs import write_if_changed
+from build_tools.generate_units import write_if_changed
 from build_tools.toolchain import REPO
 
 HEADER = "torch_binding/generated_rules.h"  # as sources include it
-# Without the package, and torch.
-TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))
+TABLES = runpy.run_path(str(REPO / "flash_attn_cuda/rules.py"))  # without the package, and torch
 
 # What is told of a call, and what comes with it: class, parameter.
 CALL, INCOMING, TANGENTS = (

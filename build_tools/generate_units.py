@@ -16,7 +16,7 @@ from enum import Enum, Flag
 from pathlib import Path
 from typing import Any
 
-from build_tools.jobs import write_if_changed
+from build_tools.jobs import write_whole
 from build_tools.kernel_row import Dtype, Family, Kernel, KernelRow, Kind, Mask, Pass
 from build_tools.kernel_rules import WGMMA_COLUMNS
 
@@ -253,6 +253,15 @@ const char* build_record_json() {{
 
 }}  // namespace flash_attn_cuda
 """
+
+
+def write_if_changed(path: Path, text: str) -> bool:
+    """Writes ``path`` unless it holds ``text`` already, so that its dependents stay up to date."""
+    if path.is_file() and path.read_text() == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
+    return True
 
 
 def generate(

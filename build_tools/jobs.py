@@ -97,15 +97,6 @@ def write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def write_if_changed(path: Path, text: str) -> bool:
-    """Writes ``path`` unless it holds ``text`` already, so that its dependents stay up to date."""
-    if path.is_file() and path.read_text() == text:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
-    return True
-
-
 def run_job(target: Path, command: list[str]) -> int:
     """Runs the compile; its exit status."""
     start = time.monotonic()

@@ -8,7 +8,10 @@ rule says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from build_tools.kernel_row import KernelRow
 
 
 class RowError(ValueError):
@@ -21,7 +24,7 @@ Rules = Iterator[tuple[bool, str]]  # whether a rule is kept, and the rule
 WGMMA_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 
 
-def _loads(row: Any, rows: int) -> Rules:
+def _loads(row: KernelRow, rows: int) -> Rules:
     """All threads copy 16 bytes each, again and again, down `rows` of a tile (sm80/isa/copy.h)."""
     chunks_per_row = 8 if row.head_dim % 64 == 0 else 4
     at_a_time = 32 * row.num_warps // chunks_per_row
@@ -30,7 +33,7 @@ def _loads(row: Any, rows: int) -> Rules:
     yield rows % at_a_time == 0, f"{threads}, of which a tile of {rows} is no multiple"
 
 
-def _columns_of_values(row: Any) -> Rules:
+def _columns_of_values(row: KernelRow) -> Rules:
     yield row.value_dim == row.head_dim, "values have the head dim of keys"
     yield row.head_dim % 32 == 0, "a head dim is a multiple of 32"
 
@@ -187,7 +190,7 @@ RULES: dict[str, Callable[[Any], Rules]] = {
 }
 
 
-def check(row: Any) -> None:
+def check(row: KernelRow) -> None:
     """Raises RowError with the first rule that the row breaks."""
     for is_kept, rule in RULES[row.kernel.value](row):
         if not is_kept:

@@ -3,15 +3,17 @@
 One entry for each family, pass and head dim: tile, stages, warps, registers and paths, then the
 variants that it comes in and where they differ. csrc/flash_attn/config.h says what each field
 means; kernels and planning read them from the row and decide nothing by a head dim of their own.
-``python -m build_tools.print_table`` prints the rows that come of it.
+``python -m build_tools.kernel_table`` prints the rows that come of it.
 
 Of the rows that cover a request the first one runs: see ``in_order`` below.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from build_tools import generate_units
 from build_tools.kernel_row import (
     NO_FEATURES,
     BackwardRow,
@@ -576,3 +578,15 @@ def in_order(entries: tuple[Entry, ...], row_type: type[Any]) -> tuple[Any, ...]
 FORWARD_ROWS: tuple[ForwardRow, ...] = in_order(ENTRIES, ForwardRow)
 BACKWARD_ROWS: tuple[BackwardRow, ...] = in_order(ENTRIES, BackwardRow)
 ALL_ROWS: tuple[KernelRow, ...] = (*FORWARD_ROWS, *BACKWARD_ROWS)
+
+
+def table_text() -> str:
+    """All rows as ``python -m flash_attn_cuda --table`` prints those of a build."""
+    from flash_attn_cuda import build_info  # needs torch, which the table itself does not
+
+    records = (generate_units.row_record(row) for row in ALL_ROWS)
+    return build_info.table_text([build_info.compiled_row(record) for record in records])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table_text() + "\n")

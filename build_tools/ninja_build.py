@@ -17,7 +17,8 @@ from itertools import chain
 from pathlib import Path
 
 from build_tools import toolchain
-from build_tools.jobs import LAUNCHER_VARIABLE, write_if_changed
+from build_tools.generate_units import write_if_changed
+from build_tools.jobs import LAUNCHER_VARIABLE
 
 REPO = Path(__file__).resolve().parent.parent
 RUN_JOB = Path(__file__).with_name("jobs.py")

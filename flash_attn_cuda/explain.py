@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from . import build_info
 from .call import AttentionCall
-from .checks.pieces import TILE
+from .masks.lists import TILE
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

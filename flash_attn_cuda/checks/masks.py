@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..call import ARGUMENTS, OVER_PAIRS, Argument, AttentionCall
+from ..masks.lists import PIECE, tiles_of
 from ..operators.support import is_mapped
-from .pieces import PIECE, tiles_of
 from .tensors import check_device, check_pair, check_place, check_tensor
 
 

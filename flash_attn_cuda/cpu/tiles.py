@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..checks.lengths import MOST_BOUND_WITH_ORIGIN
-from ..checks.pieces import TILE
+from ..masks.lists import TILE
 from .philox import keep_mask
 from .visibility import Part, Visibility, broadcast_part
 

@@ -1,7 +1,8 @@
 """The bits, pieces and lists of a BlockSparsity, made and read in torch operations.
 
-Nothing here waits for the device or decides by contents, so that all of it can be captured and
-traced. Formats: docs/masks.md.
+A tile is 128 queries x 128 keys, a piece a quarter of one, 64 x 64. Nothing here waits for the
+device or decides by contents, so that all of it can be captured and traced. Formats:
+docs/masks.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from ..checks.pieces import PARTIAL, PIECE, TILE, pieces_of, tiles_of
+TILE = 128
+PIECE = 64
+
+HIDDEN, VISIBLE, PARTIAL = 0, 1, 2  # of a piece: no pair, every pair, those whose bit is set
 
 CHUNK_PAIRS = 1 << 25  # pairs packed at a time: their temporaries take a byte each
 
@@ -21,6 +25,14 @@ CHUNK_PAIRS = 1 << 25  # pairs packed at a time: their temporaries take a byte e
 # highest byte: 8i - 7j is i for i = j and outside 0..7 for all others, and no two sums collide.
 _GATHER_BITS = 0x0102040810204080
 _NO_VISIT = torch.iinfo(torch.int32).max
+
+
+def tiles_of(seqlen: int) -> int:
+    return -(-seqlen // TILE)
+
+
+def pieces_of(seqlen: int) -> int:
+    return -(-seqlen // PIECE)
 
 
 # -- bits ------------------------------------------------------------------------------------------

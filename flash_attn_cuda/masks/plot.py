@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks.pieces import PIECE, TILE
+from .lists import PIECE, TILE
 
 COLORS = {"hidden": "#e8eaed", "visible": "#2f6db5", "partial": "#f0a63a"}  # by the piece's value
 MOST_GRID_LINES = 64

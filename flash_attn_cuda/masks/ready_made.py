@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.pieces import HIDDEN, VISIBLE, pieces_of
 from ..checks.tensors import check_tensor
-from .lists import pack_rows, pieces_of_bits, pieces_of_blocks
+from .lists import (
+    HIDDEN,
+    VISIBLE,
+    pack_rows,
+    pieces_of,
+    pieces_of_bits,
+    pieces_of_blocks,
+)
 from .random_choice import random_choice
 from .sparsity import BlockSparsity, sparsity_of_pieces
 

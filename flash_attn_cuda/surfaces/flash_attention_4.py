@@ -43,9 +43,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import seqlen_bound
-from ..checks.pieces import PIECE
 from ..checks.tensors import check_tensor
 from ..kvcache import flash_attn_combine as _combine
+from ..masks.lists import PIECE
 from ..names import refused_names
 from ..window import WindowSize, window_ends
 from .bands import Band

@@ -15,8 +15,7 @@ import torch
 import flash_attn_cuda
 from build_tools.build_extension import CHOICE_NAME, Backend, Choice, record_choice
 from build_tools.generate_units import row_record
-from build_tools.kernel_table import ALL_ROWS
-from build_tools.print_table import table_text
+from build_tools.kernel_table import ALL_ROWS, table_text
 from flash_attn_cuda import build_info, flash_attn_func
 from flash_attn_cuda.__main__ import main
 from flash_attn_cuda.call import AttentionCall

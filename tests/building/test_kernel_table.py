@@ -29,8 +29,8 @@ from build_tools.kernel_table import (
     BACKWARD_ROWS,
     ENTRIES,
     FORWARD_ROWS,
+    table_text,
 )
-from build_tools.print_table import table_text
 from flash_attn_cuda.checks.tensors import MAX_HEAD_DIM
 from tests.building.kernel_rows import least_keys, most_seqlen
 

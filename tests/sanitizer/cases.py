@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity, build_info, masks
-from flash_attn_cuda.checks.pieces import TILE
+from flash_attn_cuda.masks.lists import TILE
 from tests.cases import families
 from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase

@@ -42,8 +42,8 @@ from flash_attn_cuda import (
     flash_attn_combine,
     flash_attn_varlen_func,
 )
-from flash_attn_cuda.checks.pieces import TILE
 from flash_attn_cuda.explain import call_of_shapes, explain
+from flash_attn_cuda.masks.lists import TILE
 from tests.cases import bad_input, second_order
 from tests.cases.accumulate import SumCase
 from tests.cases.attention import (
