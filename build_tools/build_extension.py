@@ -33,7 +33,8 @@ from build_tools.toolchain import REPO, ToolchainError
 
 MODULE = "_C"
 BACKEND_VARIABLE = "FLASH_ATTN_CUDA_BACKEND"
-CHOICE_NAME = "_install.json"  # in the installed package; flash_attn_cuda/build_info.py reads it
+# In the installed package; flash_attn_cuda/build_info.py reads it.
+CHOICE_NAME = "_install.json"
 # Sources that take long, by the unit that compiles them. binding_calls compiles the others.
 LONG_UNITS = {
     "binding_module": ("aten_operators", "module"),

@@ -155,7 +155,7 @@ def _device_compiles(plan: Plan, device: DeviceCode, generated: Path) -> list[Co
         compile_of(generated / f"{unit.name}.cu", unit.family, unit.for_hopper)
         for unit in device.units(options.jobs)
     ]
-    auxiliary = sorted(options.source_dir.glob("auxiliary/*.cu"))
+    auxiliary = sorted(options.source_dir.glob("auxiliary/**/*.cu"))
     return units + [compile_of(source, Family.sm80) for source in auxiliary]
 
 

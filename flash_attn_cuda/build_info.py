@@ -25,7 +25,9 @@ import torch
 
 from . import __version__
 
-INSTALL_RECORD = Path(__file__).with_name("_install.json")  # by setup.py: what it chose and why
+FOLDER = Path(__file__).parent  # of the package, with the extension
+INSTALL_RECORD = FOLDER / "_install.json"  # by setup.py: what it chose and why
+EXTENSION = "flash_attn_cuda._C"
 REINSTALL = (
     "To get it, run FLASH_ATTN_CUDA_BACKEND=cuda pip install --force-reinstall --no-deps "
     "--no-cache-dir . in the source folder: that builds it or says what is missing"
@@ -65,12 +67,11 @@ class CompiledRow:
 
 def _load_extension() -> tuple[ModuleType | None, str | None]:
     """The extension module, or None and the reason."""
-    name = f"{__package__}._C"
-    spec = find_spec(name)
+    spec = find_spec(EXTENSION)
     if spec is None or spec.origin is None:
         return None, _missing_reason()
     try:
-        return import_module(name), None
+        return import_module(EXTENSION), None
     except ImportError as error:
         reason = (
             f"the CUDA extension of flash_attn_cuda does not load: {error} "
@@ -83,12 +84,12 @@ def _load_extension() -> tuple[ModuleType | None, str | None]:
 
 def extension_loads() -> bool:
     """False where there is an extension for this Python and it cannot be loaded."""
-    return extension is not None or find_spec(f"{__package__}._C") is None
+    return extension is not None or find_spec(EXTENSION) is None
 
 
 def _missing_reason() -> str:
     chosen = _installed_choice()
-    others = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
+    others = sorted(path.name for path in FOLDER.glob("_C.*.so"))
     if others and chosen.get("backend") != "cpu":
         return f"the CUDA extension was built for another Python: {', '.join(others)}"
     reason = f", because {chosen['reason']}" if chosen.get("backend") == "cpu" else ""

@@ -141,13 +141,13 @@ _PROVIDED: dict[str, dict[str, Any]] = {
 }
 # Modules whose names are those of one of ours, its __all__.
 _SURFACES = {
-    "flash_attn_interface": f"{__package__}.surfaces.flash_attention_3",
-    "flash_attn.cute": f"{__package__}.surfaces.flash_attention_4",
-    "flash_attn.cute.block_sparsity": f"{__package__}.surfaces.flash_attention_4",
-    "flash_attn.cute.interface": f"{__package__}.surfaces.flash_attention_4",
-    "ring_flash_attn": f"{__package__}.surfaces.ring_flash_attn",
-    "ring_flash_attn.adapters": f"{__package__}.integrations.transformers_ring",
-    "ring_flash_attn.adapters.hf_adapter": f"{__package__}.integrations.transformers_ring",
+    "flash_attn_interface": "flash_attn_cuda.surfaces.flash_attention_3",
+    "flash_attn.cute": "flash_attn_cuda.surfaces.flash_attention_4",
+    "flash_attn.cute.block_sparsity": "flash_attn_cuda.surfaces.flash_attention_4",
+    "flash_attn.cute.interface": "flash_attn_cuda.surfaces.flash_attention_4",
+    "ring_flash_attn": "flash_attn_cuda.surfaces.ring_flash_attn",
+    "ring_flash_attn.adapters": "flash_attn_cuda.integrations.transformers_ring",
+    "ring_flash_attn.adapters.hf_adapter": "flash_attn_cuda.integrations.transformers_ring",
 }
 # What a module says of itself, beside its names.
 _VERSIONS = {"flash_attn.cute": "4.0.0b36"}  # of FlashAttention-4, whose interface this is
@@ -234,7 +234,7 @@ def _is_ours(module: ModuleType) -> bool:
 class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         provided = _provided_by(module.__name__)
-        module.__doc__ = f"{module.__name__}, provided by {__package__}."
+        module.__doc__ = f"{module.__name__}, provided by flash_attn_cuda."
         module.__dict__.update(provided)
         if module.__name__ == "flash_attn.bert_padding":
             module.__dict__.update(_einops())
@@ -280,7 +280,7 @@ class _Distribution(Distribution):
         return {
             "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
             "top_level.txt": "flash_attn\n",
-            "INSTALLER": f"{__package__}.compat\n",
+            "INSTALLER": "flash_attn_cuda.compat\n",
         }.get(filename)
 
     def locate_file(self, path: Any) -> Path:

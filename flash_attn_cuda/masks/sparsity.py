@@ -1,6 +1,6 @@
 """BlockSparsity: which tiles of a mask are visited, and which pairs of those are visible.
 
-Its cost: docs/masks.md. Ready-made masks: masks.py.
+Its cost: docs/masks.md. Ready-made masks: ready_made.py.
 """
 
 from __future__ import annotations

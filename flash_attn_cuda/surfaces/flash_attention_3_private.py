@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import private
 from ..checks.tensors import E4M3, check_like, check_tensor
 from ..window import window_bounds
+from .flash_attention_3_kvcache import flash_attn_with_kvcache
 from .sequences import (
     REFUSALS,
     attend_sequences,
@@ -163,8 +164,6 @@ def _flash_attn_forward(
             **options,
         )
     else:
-        from .flash_attention_3 import flash_attn_with_kvcache
-
         refuse_given(
             "new keys have no such lengths", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q
         )

@@ -32,7 +32,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,14 +42,12 @@ from torch.distributed import ProcessGroup
 from ..checks.tensors import check_packed, check_tensor
 from ..context_parallel import Band, ContextParallel, Plan
 from ..context_parallel.stripes import stripes_of
-from ..kept import made_to_keep
 from ..window import UNLIMITED, WindowSize, window_bounds
 from .ring_plans import (
-    Slice,
     balanced,
-    bounds_of,
     contiguous,
     lengths_of,
+    llama3_flash_attn_prepare_cu_seqlens,
     plan_of_documents,
     zigzag,
 )
@@ -372,42 +369,6 @@ _STRIPE = (_stripes, "tokens r, r + N, r + 2 N, ... of every sequence")
 
 
 # -- llama3 ----------------------------------------------------------------------------------------
-
-
-def llama3_flash_attn_prepare_cu_seqlens(
-    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
-) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What a rank has of a packed batch in equal contiguous shards, and which keys it sees.
-
-    Args:
-        cu_seqlens: (documents + 1,) integers of the whole batch, whose last is a multiple of
-            world_size. A tensor on a GPU is waited for.
-        causal: of the attention to come.
-
-    Returns:
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice): bounds of the
-        documents among the rank's queries and among the keys they see, like cu_seqlens; the
-        longest of each; the rows of the whole batch that these keys are.
-    """
-    check_tensor("cu_seqlens", cu_seqlens)
-    bounds = bounds_of("cu_seqlens", cu_seqlens)
-    if world_size < 1 or bounds[-1] % world_size or bounds[-1] == 0:
-        raise ValueError(
-            f"cu_seqlens: must end at a positive multiple of world_size {world_size}, "
-            f"got {bounds[-1]}"
-        )
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: must be in [0, {world_size}), got {rank}")
-    mine = Slice.of(bounds, causal, rank, world_size)
-
-    def on_device(rows: tuple[int, ...]) -> Tensor:
-        # Its changes are counted, as plan_of_documents asks.
-        dtype, device = cu_seqlens.dtype, cu_seqlens.device
-        return made_to_keep(lambda: torch.tensor(rows, dtype=dtype, device=device))
-
-    longest = [max(end - begin for begin, end in pairwise(x)) for x in mine[:2]]
-    made = (on_device(mine.cu_seqlens_q), on_device(mine.cu_seqlens_k))
-    return *made, longest[0], longest[1], slice(mine.first, mine.end)
 
 
 def llama3_flash_attn_varlen_func(
