@@ -30,7 +30,7 @@ kernels: environment
 	"$(PYTHON)" -m build_tools.build_kernels
 
 resource-report:
-	"$(PYTHON)" -m build_tools.resource_report
+	"$(PYTHON)" -m build_tools.report.resource_report
 
 # Of this tree and not, as build does by itself, of the unpacked sdist, which would compile all kernels again. What an
 # earlier build left to be packed may have files that are no longer in the package.

@@ -26,8 +26,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 # A PEP 517 front end does not put the project on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from build_tools import build_extension, torch_versions
+from build_tools import build_extension
 from build_tools.build_extension import Backend, Choice
+from build_tools.compile import torch_versions
 
 EXTENSION = Extension("flash_attn_cuda._C", sources=[])
 

@@ -20,20 +20,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from build_tools import (
-    build_kernels,
-    generate_call,
-    generate_rules,
-    ninja_build,
-    toolchain,
-    torch_versions,
-)
-from build_tools.generate_units import write_if_changed
-from build_tools.toolchain import REPO, ToolchainError
+from build_tools import build_kernels
+from build_tools.compile import ninja_build, toolchain, torch_versions
+from build_tools.compile.jobs import write_if_changed
+from build_tools.compile.toolchain import REPO, ToolchainError
+from build_tools.generate import call_rules, call_structs
 
 MODULE = "_C"
 BACKEND_VARIABLE = "FLASH_ATTN_CUDA_BACKEND"
-# In the installed package; flash_attn_cuda/build_info.py reads it.
+# In the installed package; flash_attn_cuda/installed/build_info.py reads it.
 CHOICE_NAME = "_install.json"
 # Sources that take long, by the unit that compiles them. binding_calls compiles the others.
 LONG_UNITS = {
@@ -261,8 +256,8 @@ def build(backend: Backend = Backend.cuda, other: TargetPython | None = None) ->
         extension, _link_command(plan.archive, plan.cuda_headers), inputs=(plan.archive,)
     )
     with ninja_build.locked(folder):
-        generate_call.write(generated)
-        generate_rules.write(generated)
+        call_structs.write(generated)
+        call_rules.write(generated)
         for unit, text in units.items():
             write_if_changed(unit, text)
         build_both(plan, ninja_build.Product(folder, compiles, link))

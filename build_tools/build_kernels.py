@@ -16,20 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from build_tools import (
-    archs,
-    generate_units,
-    hopper_rows,
-    jobs,
-    ninja_build,
-    row_filter,
-    toolchain,
-    unused_headers,
-)
-from build_tools.kernel_row import Family, KernelRow
-from build_tools.kernel_table import ALL_ROWS
-from build_tools.ninja_build import Compile
-from build_tools.toolchain import REPO, Nvcc, ToolchainError
+from build_tools.compile import archs, jobs, ninja_build, toolchain, unused_headers
+from build_tools.compile.ninja_build import Compile
+from build_tools.compile.toolchain import REPO, Nvcc, ToolchainError
+from build_tools.generate import kernel_units
+from kernel_table import hopper_rows, row_filter
+from kernel_table.all_rows import ALL_ROWS
+from kernel_table.row import Family, KernelRow
 
 ARCHIVE_NAME = "libflash_attn_cuda_kernels.a"
 MANIFEST_NAME = "kernels.json"
@@ -70,10 +63,8 @@ class DeviceCode:
     rows: list[KernelRow]
     for_others: frozenset[KernelRow]  # that no Hopper GPU finds
 
-    def units(self, jobs: int) -> list[generate_units.Unit]:
-        return generate_units.longest_first(
-            generate_units.units_of(self.rows, self.for_others, jobs)
-        )
+    def units(self, jobs: int) -> list[kernel_units.Unit]:
+        return kernel_units.longest_first(kernel_units.units_of(self.rows, self.for_others, jobs))
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ class Plan:
             "nvcc": device.nvcc.version if device else "",
             "cutlass": toolchain.cutlass_version(device.cutlass) if device else "",
             "rows": self.options.rows,
-            "instances": [generate_units.row_record(row) for row in self.rows],
+            "instances": [kernel_units.row_record(row) for row in self.rows],
         }
 
 
@@ -174,7 +165,7 @@ def _compiles(plan: Plan) -> list[Compile]:
     options = plan.options
     generated = options.build_dir / "generated"
     for_others = plan.device.for_others if plan.device else ()
-    generate_units.generate(plan.rows, plan.record(), generated, for_others, options.jobs)
+    kernel_units.generate(plan.rows, plan.record(), generated, for_others, options.jobs)
     host_sources = [generated / "registry.cpp", generated / "build_record.cpp"]
     host_sources += sorted(options.source_dir.glob("host/*.cpp"))
     if plan.device is None:
@@ -189,9 +180,7 @@ def _write_manifest(plan: Plan, compiles: Sequence[Compile]) -> None:
         "logs": [f"{job.object}.log" for job in compiles if job.source.suffix == ".cu"],
         "rows": [row.name for row in plan.rows],
     }
-    generate_units.write_if_changed(
-        plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1)
-    )
+    jobs.write_if_changed(plan.options.build_dir / MANIFEST_NAME, json.dumps(manifest, indent=1))
 
 
 def closing_line(plan: Plan, cost: ninja_build.Cost) -> str:

@@ -88,7 +88,7 @@ def has_headers() -> bool:
     """Whether the extension without kernels can be compiled here. The CUDA headers that torch's own
     packages lack are installed for it.
     """
-    from build_tools import toolchain, torch_versions
+    from build_tools.compile import toolchain, torch_versions
 
     toolchain.make_torch_importable()
     import torch
@@ -112,8 +112,8 @@ def backend_without_a_gpu(goal: Goal) -> Backend:
 
 def wanted_backend(goal: Goal) -> str:
     """The value for FLASH_ATTN_CUDA_BACKEND."""
-    from build_tools import archs
     from build_tools.build_extension import BACKEND_VARIABLE, Backend
+    from build_tools.compile import archs
 
     if given := os.environ.get(BACKEND_VARIABLE):
         return given

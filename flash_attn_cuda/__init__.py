@@ -6,11 +6,8 @@ The public functions are those of FlashAttention-2, with its names and parameter
 __version__ = "0.1.0"
 
 from . import masks
-from .build_info import compiled_rows, cuda_unavailable_reason
-from .dtensor_import import register_when_imported as _register_when_imported
-from .fp8 import quantize_kv
-from .integrations import sdpa as _sdpa
-from .interface import (
+from .call.fp8 import quantize_kv
+from .functions.interface import (
     check_device_errors,
     flash_attn_combine,
     flash_attn_func,
@@ -21,7 +18,10 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .installed.build_info import compiled_rows, cuda_unavailable_reason
+from .integrations import sdpa as _sdpa
 from .masks.sparsity import BlockSparsity
+from .operators.dtensor_import import register_when_imported as _register_when_imported
 
 __all__ = [
     "BlockSparsity",

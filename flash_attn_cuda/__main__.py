@@ -14,9 +14,10 @@ from dataclasses import fields
 
 import torch
 
-from . import build_info, self_check
-from .call import AttentionCall
-from .explain import call_of_shapes, explain
+from .call.fields import AttentionCall
+from .installed import build_info
+from .report import self_check
+from .report.explain import call_of_shapes, explain
 
 # Numbers of the call to explain that the declaration alone describes, and their defaults.
 NUMBERS = {x.name: x.default for x in fields(AttentionCall) if x.type == "float"}

@@ -113,7 +113,7 @@ def package_version(name: str) -> str | None:
 def build_facts() -> Row | None:
     """What the installed extension was built from, archs and nvcc among it; None without one."""
     try:
-        from flash_attn_cuda import build_info
+        from flash_attn_cuda.installed import build_info
     except ImportError:
         return None
     record = build_info.build_record()

@@ -125,7 +125,7 @@ def groups(options: argparse.Namespace) -> list[RotaryGroup]:
 
 
 def rotations(group: RotaryGroup, inplace: bool) -> dict[str, Callable[[Tensor], Tensor]]:
-    from flash_attn_cuda import rotary
+    from flash_attn_cuda.functions import rotary
 
     tables = group.tables()
 

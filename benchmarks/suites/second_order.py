@@ -180,7 +180,7 @@ def hvp_calls(attend: Attend, inputs: Sequence[Sequence[Tensor]]) -> list[Call]:
 
 
 def operator_calls(group: Group, inputs: Sequence[Sequence[Tensor]]) -> list[Call]:
-    from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
+    from flash_attn_cuda.call.fields import AttentionCall, Incoming, Tangents
     from flash_attn_cuda.operators import derivatives
 
     require_ours(torch.device(group.device).type)

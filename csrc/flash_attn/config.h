@@ -37,7 +37,7 @@ namespace feature {
 
 // Features whose kernels cannot write their results in fp32. Shards of a sequence, which want them,
 // have no masks or biases, and kernels for those have no registers to spare; nor are their results
-// differentiated in a direction. build_tools/kernel_row.py reads it.
+// differentiated in a direction. kernel_table/row.py reads it.
 inline constexpr FeatureSet without_fp32_results =
     feature::block_sparse | feature::bias | feature::tangent;
 
@@ -63,10 +63,10 @@ enum class ForwardKind : std::uint8_t { tiles, decode };
 
 enum class KernelFamily : std::uint8_t { sm80, sm90 };
 
-// One row of build_tools/kernel_table.py for one dtype: all that is decided for a kernel and not
+// One row of kernel_table/ for one dtype: all that is decided for a kernel and not
 // for a call. A row's tag type has two constants: `config`, what planning reads of every row of its
 // pass and the registry holds, and `own`, what its kernel alone reads. Rows of some kernels give
-// the fields that have a value here (build_tools/kernel_row.py), the others keep it.
+// the fields that have a value here (kernel_table/row.py), the others keep it.
 struct ForwardConfig {
   KernelFamily family;
   Dtype dtype;

@@ -1,5 +1,5 @@
 // Run-time features beyond the mask, by bit: FEATURE(name, bit). The one list of them: config.h
-// makes constants of it, host/names.h the names that errors print, and build_tools/kernel_row.py
+// makes constants of it, host/names.h the names that errors print, and kernel_table/row.py
 // reads it. Whoever includes it defines FEATURE before and undefines it after.
 FEATURE(softcap, 0)
 FEATURE(alibi, 1)

@@ -1,4 +1,4 @@
-// The words for enumerators, as build_tools/kernel_table.py and the build record spell them.
+// The words for enumerators, as kernel_table/ and the build record spell them.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
-// What follows from an attention call's fields, beside what flash_attn_cuda/call.py says of them:
-// of that AttentionCall itself, Incoming, Results and Gradients are made, and functions of a call
-// (build_tools/generate_call.py). A tensor that was not given is undefined.
+// What follows from an attention call's fields, beside what flash_attn_cuda/call/fields.py says of
+// them: of that AttentionCall itself, Incoming, Results and Gradients are made, and functions of a
+// call (build_tools/generate/call_structs.py). A tensor that was not given is undefined.
 //
 // Numbers of a checked call (checked_call.h) are those that kernels use: softmax_scale has a value,
 // a window is what window_of says, num_splits is 0 where the plan is to choose, and seqlen_k has a

@@ -14,7 +14,7 @@
 namespace py = pybind11;
 namespace binding = flash_attn_cuda::binding;
 
-// Read out of the file by build_info.py when the module cannot be loaded.
+// Read out of the file by installed/build_info.py when the module cannot be loaded.
 [[gnu::used]] static const char built_with[] = "flash_attn_cuda built with torch " TORCH_VERSION;
 
 namespace {

@@ -1,6 +1,7 @@
 // How pybind11 reads AttentionCall, Incoming and Tangents: each field is the instance's attribute
 // of its name. What an instance does not have itself has its default, which is the same on both
-// sides. Results and Gradients become the NamedTuples of these names in flash_attn_cuda/call.py.
+// sides. Results and Gradients become the NamedTuples of these names in
+// flash_attn_cuda/call/fields.py.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -48,7 +48,7 @@ BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 TensorView input_view(const at::Tensor& tensor);
 TensorView output_view(const at::Tensor& tensor);
 
-// A descale of a checked call, laid out as call.py says; of an undefined one: none.
+// A descale of a checked call, laid out as call/fields.py says; of an undefined one: none.
 ScaleView scale_view(const at::Tensor& scale, bool is_written = false);
 
 // A contiguous (batch, heads, rows) or (heads, rows) tensor.

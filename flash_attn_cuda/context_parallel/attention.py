@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from ..arguments import is_plain_cuda_call
-from ..call import AttentionCall, Incoming, Tangents
-from ..checks.tensors import lse_dtype
+from ..call.fields import AttentionCall, Incoming, Tangents
+from ..call.rounding import unrounded
+from ..call.tensors import lse_dtype
 from ..cpu.tiles import sink_gradient
+from ..functions.arguments import is_plain_cuda_call
 from ..operators.derivatives import run_gradients_operator, run_jvp_operator, run_operator
 from ..operators.support import call_extension
-from ..rounding import unrounded
 from . import steps
 from .exchange import Exchanges, reordered
 from .head_exchange import Across

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..call import Tangents
+from ..call.fields import Tangents
 from .attention import (
     OfWhole,
     Work,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import build_info
-from ..arguments import is_plain_cuda_call
-from ..rounding import rounded
+from ..call.rounding import rounded
+from ..functions.arguments import is_plain_cuda_call
+from ..installed import build_info
 
 
 def merge_(

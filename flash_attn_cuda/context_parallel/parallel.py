@@ -15,13 +15,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..arguments import cast_for_autocast, needs_padding, pad_head_dim
-from ..attend import may_be_differentiated
-from ..call import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, options_of
-from ..checks.calls import check_numbers, check_sm_margin
-from ..checks.tensors import check_device_and_dtype
-from ..kept import are_tensors_fake, outside_transforms
-from ..window import UNLIMITED, WindowSize, window_bounds
+from ..call.checks import check_numbers, check_sm_margin
+from ..call.fields import OF_BACKWARD, TENSORS, AttentionCall, default_softmax_scale, options_of
+from ..call.tensors import check_device_and_dtype
+from ..call.window import UNLIMITED, WindowSize, window_bounds
+from ..functions.arguments import cast_for_autocast, needs_padding, pad_head_dim
+from ..functions.attend import may_be_differentiated
+from ..functions.kept import are_tensors_fake, outside_transforms
 from .attention import Work
 from .derivatives import attend_in_context
 from .exchange import number_in_graph, of_all_ranks

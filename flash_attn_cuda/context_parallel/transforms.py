@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ..checks.tensors import has_forward_gradient
+from ..call.tensors import has_forward_gradient
 
 
 def in_forward_mode() -> bool:

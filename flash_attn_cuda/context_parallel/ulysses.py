@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import Tangents
+from ..call.fields import Tangents
 from .attention import (
     OfWhole,
     Work,

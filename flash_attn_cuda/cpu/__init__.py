@@ -13,8 +13,8 @@ probabilities from the log-sum-exp. Extra memory is O(seqlen * head_dim).
     philox      what dropout keeps
     combine     sums of partial results
 
-Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. Calls have passed checks/,
-contents of lengths included.
+Everything is computed in fp64 for fp64 inputs and in fp32 otherwise. Calls have passed
+call/checks.py, contents of lengths included.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Incoming, Results, Tangents
-from ..checks.tensors import output_shape
-from ..rounding import is_known, rounded, unrounded
+from ..call.fields import AttentionCall, Gradients, Incoming, Results, Tangents
+from ..call.rounding import is_known, rounded, unrounded
+from ..call.tensors import output_shape
 from .dense import attention_backward, attention_forward, probabilities
 from .second_order import attention_hvp, attention_jvp, hvp_of_sink
 from .sequences import Sequence, append, of_entry, sequences_of

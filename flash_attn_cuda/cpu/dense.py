@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Incoming
+from ..call.fields import AttentionCall, Gradients, Incoming
 from .philox import keep_scale
 from .tiles import DEFAULT_TILING, Problem, Tiling
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Incoming, Tangents
+from ..call.fields import AttentionCall, Gradients, Incoming, Tangents
 from .dense import has_lists_within_a_group, telling_lse
 from .philox import keep_scale
 from .tiles import DEFAULT_TILING, Block, Lanes, Problem, Tiling

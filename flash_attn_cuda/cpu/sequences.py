@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import OVER_PAIRS, AttentionCall
-from ..checks.tensors import E4M3
-from ..fp8 import to_e4m3, token_scales
+from ..call.fields import OVER_PAIRS, AttentionCall
+from ..call.fp8 import to_e4m3, token_scales
+from ..call.tensors import E4M3
 
 Index = Any  # what takes a part of a tensor, one sequence as a batch of one
 

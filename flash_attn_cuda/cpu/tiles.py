@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
-from ..checks.lengths import MOST_BOUND_WITH_ORIGIN
-from ..masks.lists import TILE
+from ..call.fields import AttentionCall
+from ..call.lengths import MOST_BOUND_WITH_ORIGIN
+from ..call.rules import TILE
 from .philox import keep_mask
 from .visibility import Part, Visibility, broadcast_part
 

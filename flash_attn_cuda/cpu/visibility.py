@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..masks.lists import PARTIAL, PIECE, VISIBLE
+from ..call.pieces import PARTIAL, PIECE, VISIBLE
 
 Part = tuple[slice, slice]  # batch entries and query heads
 

@@ -19,7 +19,7 @@ import warnings
 
 import torch
 
-from .. import build_info
+from ..installed import build_info
 
 NAME = "flash_attn_cuda"  # in torch's registry
 

@@ -36,12 +36,12 @@ from transformers import masking_utils, modeling_flash_attention_utils
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from ..interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from ..padding import pad_input, unpad_input
-from .sequences import Sequences, for_decoding, is_decoding
+from ..functions.interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .padding import pad_input, unpad_input
 from .transformers_masks import Pattern, meaning_of, packed_by_positions, without_meaning
 from .transformers_masks import attention_mask as attention_mask_function
 from .transformers_own_masks import mask_arguments, torch_attention, what_kernels_lack
+from .transformers_sequences import Sequences, for_decoding, is_decoding
 
 __all__ = ["attention", "register"]
 

@@ -23,10 +23,10 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ..kept import is_passing, made_to_keep
+from ..call.functorch import is_mapped
+from ..functions.kept import is_passing, made_to_keep
 from ..masks.sparsity import BlockSparsity
-from ..operators.support import is_mapped
-from .sequences import Sequences, is_contiguous
+from .transformers_sequences import Sequences, is_contiguous
 
 # Attribute of a mask: its Meaning. A 2-D copy that lost it still says which keys are real; the rest
 # is then as the layer has it, and each layer makes its own Sequences. A 4-D one says everything.

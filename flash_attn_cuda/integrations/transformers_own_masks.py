@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..kept import is_passing, made_to_keep
+from ..call.rules import MAX_HEAD_DIM
+from ..functions.kept import is_passing, made_to_keep
 from ..masks.sparsity import BlockSparsity
-from ..rules import MAX_HEAD_DIM
 from .transformers_masks import sparsity_of
 
 # Where a block has less shared memory (compute capability 8.6, 8.9, 12.0), the backward under a

@@ -47,14 +47,9 @@ from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..context_parallel import ContextParallel, Plan
-from ..names import refused_names
-from ..surfaces.ring_plans import (
-    bounds_of,
-    equal_shards,
-    llama3_flash_attn_prepare_cu_seqlens,
-    remember_plan,
-)
-from ..surfaces.sequences import refuse_given
+from .names import refused_names
+from .ring_plans import bounds_of, equal_shards, llama3_flash_attn_prepare_cu_seqlens, remember_plan
+from .sequences import refuse_given
 from .transformers import _chunk_of, _deterministic, _half_precision, _refuse
 from .transformers_masks import Pattern
 

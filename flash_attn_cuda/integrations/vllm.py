@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import E4M3
-from ..names import refused_names
-from ..surfaces.sequences import (
+from ..call.tensors import E4M3
+from ..call.window import UNLIMITED, WindowSize
+from .names import refused_names
+from .sequences import (
     attend_sequences,
     no_scheduler_metadata,
     refuse_fp8,
@@ -25,7 +26,6 @@ from ..surfaces.sequences import (
     scales_of,
     splits_of,
 )
-from ..window import UNLIMITED, WindowSize
 
 __all__ = [
     "fa_version_unsupported_reason",

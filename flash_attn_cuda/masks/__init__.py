@@ -11,7 +11,6 @@ be: causal=True of the call hides the same pairs, and a mask in blocks then has 
     ready_made     the functions below
     sparsity       BlockSparsity, which every mask becomes
     lists, plot    what it holds, and a picture of it
-    given          masks, biases and sinks as callers of attention give them
 """
 
 from .ready_made import bigbird, dilated, document, prefix_lm, sliding_window, strided

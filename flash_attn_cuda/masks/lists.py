@@ -14,11 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from ..rules import TILE, tiles_of
-
-PIECE = 64
-
-HIDDEN, VISIBLE, PARTIAL = 0, 1, 2  # of a piece: no pair, every pair, those whose bit is set
+from ..call.pieces import PARTIAL, PIECE, pieces_of
+from ..call.rules import TILE, tiles_of
 
 CHUNK_PAIRS = 1 << 25  # pairs packed at a time: their temporaries take a byte each
 
@@ -26,10 +23,6 @@ CHUNK_PAIRS = 1 << 25  # pairs packed at a time: their temporaries take a byte e
 # highest byte: 8i - 7j is i for i = j and outside 0..7 for all others, and no two sums collide.
 _GATHER_BITS = 0x0102040810204080
 _NO_VISIT = torch.iinfo(torch.int32).max
-
-
-def pieces_of(seqlen: int) -> int:
-    return -(-seqlen // PIECE)
 
 
 # -- bits ------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .lists import PIECE, TILE
+from ..call.pieces import PIECE
+from ..call.rules import TILE
 
 COLORS = {"hidden": "#e8eaed", "visible": "#2f6db5", "partial": "#f0a63a"}  # by the piece's value
 MOST_GRID_LINES = 64

@@ -10,15 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_tensor
-from .lists import (
-    HIDDEN,
-    VISIBLE,
-    pack_rows,
-    pieces_of,
-    pieces_of_bits,
-    pieces_of_blocks,
-)
+from ..call.pieces import HIDDEN, VISIBLE, pieces_of
+from ..call.tensors import check_tensor
+from .lists import pack_rows, pieces_of_bits, pieces_of_blocks
 from .random_choice import random_choice
 from .sparsity import BlockSparsity, sparsity_of_pieces
 

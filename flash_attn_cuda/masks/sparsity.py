@@ -12,20 +12,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_tensor
+from ..call.pieces import HIDDEN, PARTIAL, PIECE, VISIBLE, pieces_of
+from ..call.rules import tiles_of
+from ..call.tensors import check_tensor
 from .lists import (
-    HIDDEN,
-    PARTIAL,
-    PIECE,
-    VISIBLE,
     by_pair,
     lists_of_pieces,
     pack_rows,
-    pieces_of,
     pieces_of_bits,
     pieces_of_blocks,
     pieces_of_rows,
-    tiles_of,
     unpack,
 )
 from .plot import plot_pieces

@@ -1,7 +1,7 @@
 """Custom operators of namespace `flash_attn_cuda`, for torch.compile, export, vmap, autograd. Their
-arguments are the fields of an AttentionCall (call.py), in order.
+arguments are the fields of an AttentionCall (call/fields.py), in order.
 
-    attention              differentiable in what call.py says, through softmax_lse too
+    attention              differentiable in what call/fields.py says, through softmax_lse too
     attention_with_append  writes new keys and values into a cache first; without gradients
     attention_with_quantized_append  the same, and writes the scales that it makes for them
     attention_gradients    the first one's gradients as new tensors: its autograd formula
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import (
+from ..call.checks import check_call, check_contents, check_incoming
+from ..call.fields import (
     DIFFERENTIABLE,
     FIELDS,
     INCOMING,
@@ -35,7 +36,6 @@ from ..call import (
     Results,
     forms_of_results,
 )
-from ..checks.calls import check_call, check_contents, check_incoming
 from ..cpu.calls import backward_on_cpu, forward_on_cpu
 from .support import (
     RANDOM,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import check_like, check_may_be_written, check_tensor
+from ..call.tensors import check_like, check_may_be_written, check_tensor
 from ..cpu import combine
 from .support import Tensors2, call_extension, define
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import (
+from ..call.checks import check_gradients, missing_backward
+from ..call.fields import (
     ARGUMENTS,
     DIFFERENTIABLE,
     DIRECTIONS,
@@ -40,7 +41,7 @@ from ..call import (
     Results,
     Tangents,
 )
-from ..checks.calls import check_gradients, missing_backward
+from ..call.functorch import is_functorch_active
 from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
@@ -57,7 +58,7 @@ from .second_order import (
     jvp_on_cuda,
     jvp_op,
 )
-from .support import Tensors3, arguments_of, is_functorch_active
+from .support import Tensors3, arguments_of
 from .transforms import (
     Formulas,
     Named,

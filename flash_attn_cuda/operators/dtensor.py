@@ -9,7 +9,7 @@ are moved to where their results are. A dropout's mask is that of the whole: the
 rank's, and a rank's sequences and heads count from where they are in the whole (AttentionCall's
 origin).
 
-Imported when DTensors are (../dtensor_import.py).
+Imported when DTensors are (dtensor_import.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.functional import pad
 
-from ..call import (
+from ..call.checks import check_call, check_incoming, check_tangents, names_of
+from ..call.fields import (
     ARRAYS,
     DIFFERENTIABLE,
     DIRECTIONS,
@@ -44,9 +45,8 @@ from ..call import (
     Tangents,
     forms_of_results,
 )
-from ..checks.calls import check_call, check_incoming, check_tangents, names_of
-from ..checks.tensors import refuse_with
-from ..rounding import is_known
+from ..call.rounding import is_known
+from ..call.tensors import refuse_with
 from . import attention, combine, second_order
 from .dtensor_split import BATCH, HEADS, KEY_HEADS, ROWS, SCALES, WHOLE, Layout, Split
 from .support import arguments_of, draw_rng_state
@@ -57,7 +57,7 @@ Rule = Callable[[Any, dict[str, Any]], Any]
 
 
 def layouts_of(call: AttentionCall) -> dict[str, Layout]:
-    """Of the tensors of an AttentionCall (call.py)."""
+    """Of the tensors of an AttentionCall (call/fields.py)."""
     # The sequences of packed tensors are not a dimension, which could be cut.
     is_cut = not call.is_packed() and call.cu_seqlens_k_new is None
     batch = BATCH if is_cut else WHOLE

@@ -1,7 +1,7 @@
 """What public functions do with DTensors where they are more than one operator: masks, chunks and
 rotations are made and computed on each rank's shards, in torch's operators, with their gradients.
 
-Imported when DTensors are (../dtensor_import.py).
+Imported when DTensors are (dtensor_import.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..call import AttentionCall, Results
+from ..call.fields import AttentionCall, Results
 from .dtensor import local_call, split_of, whole_results
 from .dtensor_split import BATCH, HEADS, WHOLE, Split
 

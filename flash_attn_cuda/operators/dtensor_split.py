@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..call import TANGENTS, TARGETS
+from ..call.fields import TANGENTS, TARGETS
 
 # What the dimensions of a tensor are. A mesh dimension that cuts HEADS cuts KEY_HEADS likewise.
 BATCH, ROWS, HEADS, KEY_HEADS, WHOLE = "batch", "rows", "heads", "key heads", "whole"

@@ -4,7 +4,7 @@ additions of their products, on the pairs that lengths, causal and window leave.
 Lengths count where they are integers or in the host's memory. Where a sequence's are on a GPU, it
 counts as every query by every key that there may be. Masks and biases hide nothing here.
 
-Imported when torch.utils.flop_counter is (../dtensor_import.py).
+Imported when torch.utils.flop_counter is (dtensor_import.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ..call import DIRECTIONS, FIELDS, OF_BACKWARD, READ, AttentionCall
+from ..call.fields import DIRECTIONS, FIELDS, OF_BACKWARD, READ, AttentionCall
 from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS
 
 _ops = torch.ops.flash_attn_cuda

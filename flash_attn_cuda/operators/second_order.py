@@ -1,5 +1,5 @@
-"""Operators of derivatives in a direction (Tangents of call.py), which forward mode and a second
-backward are made of (derivatives.py).
+"""Operators of derivatives in a direction (Tangents of call/fields.py), which forward mode and a
+second backward are made of (derivatives.py).
 
     attention_jvp  tangents of out and softmax_lse, and what rounding takes from the first, where
                    out_rounding is known
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import (
+from ..call.checks import check_call, check_contents, check_incoming, check_tangents
+from ..call.fields import (
     DIRECTIONS,
     INCOMING,
     OF_BACKWARD,
@@ -26,10 +27,9 @@ from ..call import (
     Incoming,
     Tangents,
 )
-from ..checks.calls import check_call, check_contents, check_incoming, check_tangents
-from ..checks.tensors import output_shape
+from ..call.rounding import is_known
+from ..call.tensors import output_shape
 from ..cpu.calls import hvp_on_cpu, jvp_on_cpu
-from ..rounding import is_known
 from .attention import GRADIENTS, described, empty_gradients, gradients_for_operator
 from .support import Tensors3, call_extension, define, schema_of, without_dispatcher
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._C import _functorch, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.compiler import is_compiling
 
-from .. import build_info
+from ..call.functorch import is_functorch_active, is_mapped
+from ..installed import build_info
 
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]
@@ -194,15 +195,6 @@ def check_vmap_randomness(dropout_p: float, *tensors: Any) -> None:
             check_randomness(dropout_p, randomness.name.lower(), mapped)
 
 
-def is_mapped(x: Tensor, level: int | None = None) -> bool:
-    """Whether torch.vmap, or that of this level, maps x, whatever other transforms wrap it in."""
-    while is_functorch_active() and _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x) and level in (None, _functorch.maybe_get_level(x)):
-            return True
-        x = _functorch.get_unwrapped(x)
-    return False
-
-
 def one_by_one(
     op: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -218,8 +210,3 @@ def one_by_one(
     ]
     results = tuple(torch.stack(x) for x in zip(*each, strict=True))
     return results, (0,) * len(results)
-
-
-def is_functorch_active() -> bool:
-    """Whether a transform of torch.func, vmap included, is running."""
-    return not is_compiling() and torch._C._are_functorch_transforms_active()

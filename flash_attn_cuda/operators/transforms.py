@@ -20,7 +20,8 @@ from torch._functorch.pyfunctorch import JvpInterpreter
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .support import is_functorch_active, is_plain_cuda
+from ..call.functorch import is_functorch_active
+from .support import is_plain_cuda
 
 _JVP, _VMAP = _functorch.TransformType.Jvp, _functorch.TransformType.Vmap
 Named = Mapping[str, Any]

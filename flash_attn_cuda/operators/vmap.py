@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import (
+from ..call.fields import (
     INCOMING,
     OF_BACKWARD,
     OF_RESULTS,

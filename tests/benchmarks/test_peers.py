@@ -19,9 +19,9 @@ from benchmarks.core.refcheck import ReferenceCheck
 from benchmarks.core.runner import Status, make_input_sets, run_case
 from benchmarks.peers import backends, fa3, other_build
 from benchmarks.peers.backends import BACKENDS, Unsupported
-from flash_attn_cuda import build_info
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.cpu import backward_on_cpu, forward_on_cpu
+from flash_attn_cuda.installed import build_info
 from tests.benchmarks.cases import BRIEF, SMALL
 
 NAMESPACE = "fake_flash_attn_3"

@@ -28,7 +28,7 @@ from benchmarks.core import (
 from benchmarks.core.feature_tables import Column, Target, number
 from benchmarks.core.figures import FIGURES, Figure
 from benchmarks.core.performance_tables import TEXTS
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
 from tests.benchmarks.cases import RESULT_FILES, needs_results
 
 EVERY = [figure for of_name in FIGURES.values() for figure in of_name]

@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from build_tools.kernel_row import (
-    BackwardRow,
-    Dtype,
-    Family,
-    Feature,
-    ForwardRow,
-    KernelRow,
-    Kind,
-    Mask,
-)
+from kernel_table.row import BackwardRow, Dtype, Family, Feature, ForwardRow, KernelRow, Kind, Mask
 
 ROW = ForwardRow(
     family=Family.sm80,

@@ -8,10 +8,12 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
-from build_tools import archs, build_extension, build_kernels, jobs, row_filter, toolchain
-from build_tools.archs import Arch, ArchError
+from build_tools import build_extension, build_kernels
 from build_tools.build_extension import Backend
-from build_tools.kernel_row import Family
+from build_tools.compile import archs, jobs, toolchain
+from build_tools.compile.archs import Arch, ArchError
+from kernel_table import row_filter
+from kernel_table.row import Family
 
 BUILD_DIR_VARIABLE = "FLASH_ATTN_CUDA_BUILD_DIR"
 VARIABLES = (archs.VARIABLE, row_filter.VARIABLE, jobs.VARIABLE, BUILD_DIR_VARIABLE)

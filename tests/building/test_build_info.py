@@ -15,11 +15,14 @@ import torch
 
 import flash_attn_cuda
 from build_tools.build_extension import CHOICE_NAME, Backend, Choice, record_choice
-from build_tools.generate_units import row_record
-from build_tools.kernel_table import ALL_ROWS, table_text
-from flash_attn_cuda import build_info, flash_attn_func, self_check
+from build_tools.generate.kernel_units import row_record
+from build_tools.report.print_table import table_text
+from flash_attn_cuda import flash_attn_func
 from flash_attn_cuda.__main__ import main, run
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.report import self_check
+from kernel_table.all_rows import ALL_ROWS
 
 BROKEN_EXTENSION = "flash_attn_cuda built with torch 1.2.3\0 but no shared object"
 IMPORT_SCRIPT = """

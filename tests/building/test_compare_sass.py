@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import compare_sass
-from build_tools.compare_sass import Code
+from build_tools.report import compare_sass
+from build_tools.report.compare_sass import Code
 
 LISTING = """
 	code for sm_90a

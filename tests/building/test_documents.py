@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import generate_docs
-from build_tools.kernel_row import Dtype
+from build_tools.generate import kernel_docs
+from kernel_table.row import Dtype
 from tests.building.kernel_rows import DROPOUT_ROW, ROW, SHORT_ROW, SM90_ROW
 
 REPO = Path(__file__).resolve().parents[2]
@@ -22,7 +22,15 @@ DOCUMENTS = [
 ]
 SOURCES = [
     path
-    for folder in ("benchmarks", "build_tools", "csrc", "examples", "flash_attn_cuda", "tests")
+    for folder in (
+        "benchmarks",
+        "build_tools",
+        "csrc",
+        "examples",
+        "flash_attn_cuda",
+        "kernel_table",
+        "tests",
+    )
     for suffix in ("py", "h", "cpp", "cu")
     for path in sorted((REPO / folder).rglob(f"*.{suffix}"))
 ]
@@ -60,8 +68,8 @@ def test_documents_that_sources_name_exist() -> None:
 
 
 def test_the_list_of_kernels_is_that_of_the_table() -> None:
-    assert generate_docs.main(["--check"]) == 0, "run python -m build_tools.generate_docs"
-    assert len(generate_docs.BLOCK.findall(generate_docs.DOCUMENT.read_text())) == 1
+    assert kernel_docs.main(["--check"]) == 0, "run python -m build_tools.generate.kernel_docs"
+    assert len(kernel_docs.BLOCK.findall(kernel_docs.DOCUMENT.read_text())) == 1
 
 
 def test_rows_that_differ_in_dtype_head_dim_and_shared_memory_share_a_line() -> None:
@@ -72,7 +80,7 @@ def test_rows_that_differ_in_dtype_head_dim_and_shared_memory_share_a_line() -> 
     tall = replace(SM90_ROW, variant="tall", most_compared_seqlen=4096)
     of_small_gpus = replace(DROPOUT_ROW, head_dim=256, variant="dropout_smem99k")
     rows = [SHORT_ROW, ROW, long, of_others, tall, SM90_ROW, fp16, wide, DROPOUT_ROW, of_small_gpus]
-    assert generate_docs.table(rows).split("\n")[2:] == [
+    assert kernel_docs.table(rows).split("\n")[2:] == [
         "|`sm90/forward`|`short`|128| |up to 0 full, 1,000 masked|",
         "| |`long`|128, 256| |128: from 2,048 full, 1,024 masked; 256: from 512|",
         "| |`tall`|128| |by cost up to 4,096|",
@@ -83,11 +91,11 @@ def test_rows_that_differ_in_dtype_head_dim_and_shared_memory_share_a_line() -> 
 
 
 def test_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = generate_docs.DOCUMENT.read_text()
+    text = kernel_docs.DOCUMENT.read_text()
     stale = tmp_path / "kernels.md"
-    stale.write_text(generate_docs.BLOCK.sub("old", text))
-    monkeypatch.setattr(generate_docs, "DOCUMENT", stale)
-    assert generate_docs.main(["--check"]) == 1
+    stale.write_text(kernel_docs.BLOCK.sub("old", text))
+    monkeypatch.setattr(kernel_docs, "DOCUMENT", stale)
+    assert kernel_docs.main(["--check"]) == 1
     assert stale.read_text() != text
-    assert generate_docs.main([]) == 0
+    assert kernel_docs.main([]) == 0
     assert stale.read_text() == text

@@ -12,22 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import (
-    build_kernels,
-    generate_units,
-    hopper_rows,
-    toolchain,
-    unused_headers,
-)
-from build_tools.kernel_row import (
-    BackwardRow,
-    Dtype,
-    Family,
-    Feature,
-    Kernel,
-    KernelRow,
-)
-from build_tools.kernel_table import ALL_ROWS
+from build_tools import build_kernels
+from build_tools.compile import toolchain, unused_headers
+from build_tools.generate import kernel_units
+from kernel_table import hopper_rows
+from kernel_table.all_rows import ALL_ROWS
+from kernel_table.row import BackwardRow, Dtype, Family, Feature, Kernel, KernelRow
 from tests.building.kernel_rows import (
     DECODE_ROW,
     DROPOUT_ROW,
@@ -182,8 +172,8 @@ def _choices(rows: Sequence[KernelRow], folder: Path) -> dict[str, str]:
     _write_headers(folder)
     program = PROGRAM.replace("{NEEDED}", _cpp_names(row for row in rows if row in NEEDED))
     program = program.replace("{WRITING_FP32}", _cpp_names(row for row in rows if row.writes_fp32))
-    units = generate_units.units_of(rows)
-    text = "".join(generate_units.unit_text(unit) for unit in units)
+    units = kernel_units.units_of(rows)
+    text = "".join(kernel_units.unit_text(unit) for unit in units)
     names = re.findall(r"^struct (\w+) {", text, flags=re.MULTILINE)
     assert names == [row.name for unit in units for row in unit.rows]
     checks = "".join(
@@ -193,7 +183,7 @@ def _choices(rows: Sequence[KernelRow], folder: Path) -> dict[str, str]:
         if isinstance(value, int) and not isinstance(value, bool)
     )
     source = folder / "choices.cpp"
-    source.write_text(f"{text}{generate_units.registry_text(rows)}{checks}{program}")
+    source.write_text(f"{text}{kernel_units.registry_text(rows)}{checks}{program}")
     includes = (f"-I{folder}", f"-I{REPO / 'csrc'}")
     sources = (source, REPO / "csrc/host/select_instance.cpp")
     command = [toolchain.host_compiler(), "-std=c++20", "-O1", *includes, *sources]
@@ -281,7 +271,7 @@ def test_units_of_rows_of_other_gpus_are_told_apart() -> None:
     those rows it finds all that a build for it alone is without, so they have code for it.
     """
     for_others = frozenset(ALL_ROWS) - FOUND
-    units = generate_units.units_of(ALL_ROWS, for_others)
+    units = kernel_units.units_of(ALL_ROWS, for_others)
     assert {unit.for_hopper for unit in units} == {False, True}
     for unit in units:
         assert unit.for_hopper == any(row in FOUND for row in unit.rows)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from build_tools.kernel_row import BackwardRow, Dtype, Family, Feature, ForwardRow, Pass
-from build_tools.kernel_table import ALL_ROWS, BACKWARD_ROWS, FORWARD_ROWS
+from kernel_table.all_rows import ALL_ROWS, BACKWARD_ROWS, FORWARD_ROWS
+from kernel_table.row import BackwardRow, Dtype, Family, Feature, ForwardRow, Pass
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 SM90_ROWS = [row for row in ALL_ROWS if row.family is Family.sm90]

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import generate_units
-from build_tools.kernel_row import (
+from build_tools.generate import kernel_units
+from build_tools.report.print_table import table_text
+from flash_attn_cuda.call.rules import MAX_HEAD_DIM
+from kernel_table.all_rows import ALL_ROWS, BACKWARD_ROWS, ENTRIES, FORWARD_ROWS
+from kernel_table.row import (
     BackwardRow,
     Dtype,
     Family,
@@ -25,14 +28,6 @@ from build_tools.kernel_row import (
     Pass,
     RowError,
 )
-from build_tools.kernel_table import (
-    ALL_ROWS,
-    BACKWARD_ROWS,
-    ENTRIES,
-    FORWARD_ROWS,
-    table_text,
-)
-from flash_attn_cuda.rules import MAX_HEAD_DIM
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 REPO = Path(__file__).resolve().parents[2]
@@ -102,7 +97,7 @@ def test_rows_are_made_of_their_launch_headers() -> None:
 
 @pytest.mark.parametrize("enum", [Dtype, Mask, Family, Kind])
 def test_enumerators_are_those_of_the_header(enum) -> None:
-    name = generate_units.CPP_ENUMS[enum]
+    name = kernel_units.CPP_ENUMS[enum]
     body = re.search(rf"enum class {name} : std::uint8_t {{ (.*?) }};", CONFIG)
     assert body is not None
     assert body[1].split(", ") == [member.value for member in enum]
@@ -273,7 +268,7 @@ def test_sides_of_a_tile_need_not_be_powers_of_two(row, changes) -> None:
         (
             SM80_BACKWARD_ROW,
             {"num_warps": 4, "warps_m_scores": 1, "warps_n_dkdv": 2, "warps_m_dq": 1},
-            "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it",
+            "queries a step are a power of two: auxiliary/backward/preprocess.cu shifts by it",
         ),
         (SM80_JVP_ROW, {}, "every warp multiplies whole 16 queries"),
         (SM90_JVP_ROW, {}, "each of num_warps multiplies 16 queries"),
@@ -281,7 +276,7 @@ def test_sides_of_a_tile_need_not_be_powers_of_two(row, changes) -> None:
         (
             SM80_HVP_ROW,
             {"warps_m_scores": 1, "warps_m_dq": 1},
-            "queries a step are a power of two: auxiliary/backward_preprocess.cu shifts by it",
+            "queries a step are a power of two: auxiliary/backward/preprocess.cu shifts by it",
         ),
     ],
 )

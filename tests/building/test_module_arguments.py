@@ -12,9 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from build_tools import generate_call
-from flash_attn_cuda import build_info
-from flash_attn_cuda.call import ARGUMENTS, DIFFERENTIABLE, OF_BACKWARD, AttentionCall, Incoming
+from build_tools.generate import call_structs
+from flash_attn_cuda.call.fields import (
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    OF_BACKWARD,
+    AttentionCall,
+    Incoming,
+)
+from flash_attn_cuda.installed import build_info
 
 SCORES = "p_dropout softmax_scale"
 MASK = "is_causal window_left window_right softcap"
@@ -63,7 +69,7 @@ def test_the_description_of_a_call_is_the_same_on_both_sides(described: type) ->
     """Fields of the Python class, in its order, are those of the extension's struct, which it
     reads, and what a description does not set has the same default.
     """
-    text, name = generate_call.text(), described.__name__
+    text, name = call_structs.text(), described.__name__
     body = re.search(rf"^struct {name} \{{\n(.*?)\n\}};", text, flags=re.DOTALL | re.MULTILINE)
     visit = re.search(rf"visit_fields\({name}& .*?\n\}}", text, flags=re.DOTALL)
     assert body is not None and visit is not None
@@ -86,7 +92,7 @@ def test_what_autograd_keeps() -> None:
     """All that an operator's backward is told, but for what is the forward's, or a cache's: the
     lists of both, as a derivative in a direction, of the backward too, goes by the forward's.
     """
-    text = generate_call.text()
+    text = call_structs.text()
     kept = re.search(r"void visit_kept\(.*?\n\}", text, flags=re.DOTALL)
     assert kept is not None
     names = re.findall(r"visitor\(call\.(\w+)\)", kept[0])

@@ -19,20 +19,12 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
-from build_tools import (
-    archs,
-    build_extension,
-    build_kernels,
-    install,
-    ninja_build,
-    resource_report,
-    spill_allowances,
-    toolchain,
-    torch_versions,
-)
+from build_tools import build_extension, build_kernels, install
 from build_tools.build_extension import Backend
-from build_tools.kernel_table import ALL_ROWS
-from build_tools.toolchain import Nvcc, ToolchainError
+from build_tools.compile import archs, ninja_build, toolchain, torch_versions
+from build_tools.compile.toolchain import Nvcc, ToolchainError
+from build_tools.report import resource_report, spill_allowances
+from kernel_table.all_rows import ALL_ROWS
 from tests.building.kernel_rows import ROW
 from tests.building.project_tree import cutlass_headers
 from third_party.cutlass import fetch
@@ -356,7 +348,7 @@ def test_torch_is_found_where_a_pth_file_names_it(tmp_path) -> None:
     script = (
         "import importlib.util\n"
         "assert importlib.util.find_spec('torch') is None\n"
-        "from build_tools import toolchain\n"
+        "from build_tools.compile import toolchain\n"
         "assert toolchain.make_torch_importable()\n"
         "import torch\n"
     )
@@ -389,7 +381,7 @@ def test_ninja_is_needed_for_the_extension_alone() -> None:
     script = (
         "import sys\n"
         "sys.modules['ninja'] = None\n"  # an import of it fails
-        "from build_tools import build_extension, toolchain\n"
+        "from build_tools import build_extension; from build_tools.compile import toolchain\n"
         "assert build_extension.choose_backend().backend.value == 'cpu'\n"
         "try:\n"
         "    toolchain.find_ninja()\n"

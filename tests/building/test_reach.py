@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import reach
+from build_tools.report import reach
 
 
 def test_words_count_by_themselves(tmp_path: Path) -> None:

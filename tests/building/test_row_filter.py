@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from build_tools.kernel_row import KernelRow, Pass
-from build_tools.kernel_table import ALL_ROWS
-from build_tools.row_filter import RowFilterError, select_rows
+from kernel_table.all_rows import ALL_ROWS
+from kernel_table.row import KernelRow, Pass
+from kernel_table.row_filter import RowFilterError, select_rows
 from tests.building.kernel_rows import (
     DECODE_ROW,
     DROPOUT_ROW,

@@ -17,7 +17,8 @@ import pytest
 
 pytest.importorskip("ninja")  # build_tools writes ninja files with the ninja package
 
-from build_tools import build_kernels, jobs, ninja_build, toolchain
+from build_tools import build_kernels
+from build_tools.compile import jobs, ninja_build, toolchain
 from tests.building.kernel_rows import ROW
 from tests.building.project_tree import cutlass_headers
 
@@ -73,7 +74,7 @@ def test_a_job_that_cannot_write_says_so_in_a_line(tmp_path) -> None:
     target = tmp_path / "absent" / "unit.o"
     command = [
         sys.executable,
-        REPO / "build_tools/jobs.py",
+        REPO / "build_tools/compile/jobs.py",
         target,
         "--",
         sys.executable,

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from build_tools import torch_versions
 from build_tools.build_extension import BACKEND_VARIABLE, CHOICE_NAME
-from build_tools.torch_versions import TorchBuild
+from build_tools.compile import torch_versions
+from build_tools.compile.torch_versions import TorchBuild
 from flash_attn_cuda import __version__
 from tests.building import project_tree
 from tests.building.project_tree import EXTENSION, REPO
@@ -258,7 +258,15 @@ def test_an_sdist_has_the_plain_version_and_what_tests_need(tree: Path, sdist: P
     assert not [name for name in names if name.startswith(left_out)]
     code = {
         path.relative_to(tree).as_posix()
-        for folder in ("benchmarks", "build_tools", "csrc", "docs", "examples", "tests")
+        for folder in (
+            "benchmarks",
+            "build_tools",
+            "csrc",
+            "docs",
+            "examples",
+            "kernel_table",
+            "tests",
+        )
         for path in tree.glob(f"{folder}/**/*.*")
         if path.suffix in (".cpp", ".cu", ".h", ".json", ".md", ".py", ".sh", ".txt")
     }

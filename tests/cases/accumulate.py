@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators.attention import run_backward_operator
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases.attention import Alibi, VarlenCase

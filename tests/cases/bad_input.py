@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases import harness
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.call import AttentionCall
-from flash_attn_cuda.checks.tensors import lse_dtype
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.call.tensors import lse_dtype
+from flash_attn_cuda.integrations import flash_attention_4
 from flash_attn_cuda.operators.derivatives import run_operator
-from flash_attn_cuda.surfaces import flash_attention_4
 from tests import reference
 from tests.cases.attention import DTYPE_NAMES, AttentionCase
 from tests.cases.harness import missing_row

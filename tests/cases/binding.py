@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 
 
 def forward(extension: Any, q: Tensor, k: Tensor, v: Tensor, **described: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.cpu import DEFAULT_TILING, Tiling, backward_on_cpu, forward_on_cpu
 from tests.cases.attention import AttentionCase, AttentionInputs, Features, VarlenCase, VarlenInputs
 from tests.reference import (

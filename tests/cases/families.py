@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.explain import call_of_shapes, explain
+from flash_attn_cuda.report.explain import call_of_shapes, explain
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, VarlenCase
 from tests.cases.harness import attend, make_case, make_varlen_case, run_forward_backward
 

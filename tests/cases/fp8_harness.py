@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
 from tests.cases.attention import DTYPE_NAMES
 from tests.cases.fp8_cache import Fp8Case
 from tests.cases.harness import ON_CPU, make_cache_case

@@ -20,15 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from build_tools.hopper_rows import stands_for
-from build_tools.kernel_table import ALL_ROWS
-from flash_attn_cuda import (
-    build_info,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
-from flash_attn_cuda.interface import _flash_attn_forward, _flash_attn_varlen_forward
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_cuda.functions.interface import _flash_attn_forward, _flash_attn_varlen_forward
+from flash_attn_cuda.installed import build_info
+from kernel_table.all_rows import ALL_ROWS
+from kernel_table.hopper_rows import stands_for
 from tests import reference
 from tests.cases.attention import (
     DTYPE_NAMES,

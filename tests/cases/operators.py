@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn_cuda.call import (
+from flash_attn_cuda.call.fields import (
     DIRECTIONS,
     FIELDS,
     INCOMING,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.call import AttentionCall, Incoming
-from flash_attn_cuda.checks.tensors import lse_dtype
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
+from flash_attn_cuda.call.tensors import lse_dtype
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 
 

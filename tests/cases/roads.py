@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import attend, build_info
-from flash_attn_cuda.call import ARGUMENTS, AttentionCall, Incoming, Results, Tangents
+from flash_attn_cuda.call.fields import ARGUMENTS, AttentionCall, Incoming, Results, Tangents
 from flash_attn_cuda.cpu.calls import forward_on_cpu, jvp_on_cpu
+from flash_attn_cuda.functions import attend
+from flash_attn_cuda.installed import build_info
 from flash_attn_cuda.operators import attention as operators
 from flash_attn_cuda.operators.support import Tensors3
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.rotary import apply_rotary_emb
+from flash_attn_cuda.functions.rotary import apply_rotary_emb
 from tests.cases.attention import DTYPE_NAMES
 from tests.reference.kvcache import rotate
 

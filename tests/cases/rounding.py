@@ -1,5 +1,5 @@
 """Gradients where keys and values have a mean: what O's rounding takes from D, the mean of the keys
-multiplies in dq, unless the call keeps it (flash_attn_cuda/rounding.py).
+multiplies in dq, unless the call keeps it (flash_attn_cuda/call/rounding.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flash_attn_cuda import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from flash_attn_cuda.checks.tensors import lse_dtype
+from flash_attn_cuda.call.tensors import lse_dtype
 from tests.cases.attention import Alibi, AttentionCase, VarlenCase
 from tests.cases.harness import DEVICE, run_reference
 from tests.cases.masked import MaskedCase, MaskedInputs, RandomBias, RandomMask

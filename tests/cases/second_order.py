@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity
-from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
-from flash_attn_cuda.checks.tensors import lse_dtype
+from flash_attn_cuda.call.fields import AttentionCall, Incoming, Tangents
+from flash_attn_cuda.call.tensors import lse_dtype
 from flash_attn_cuda.operators.derivatives import run_jvp_operator, run_operator
 from tests import reference
 from tests.cases.attention import Alibi, VarlenCase

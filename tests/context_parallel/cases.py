@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.context_parallel import Band, ContextParallel, Plan, attention
 from flash_attn_cuda.context_parallel.attention import head_slices
 from flash_attn_cuda.context_parallel.load import HeadGroups, Heads, Load

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.context_parallel import ContextParallel, Plan
+from flash_attn_cuda.integrations import ring_flash_attn
 from flash_attn_cuda.operators.derivatives import run_operator
-from flash_attn_cuda.surfaces import ring_flash_attn
 from tests.context_parallel.cases import (
     Case,
     Whole,

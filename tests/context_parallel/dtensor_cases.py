@@ -21,8 +21,8 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.interface import _flash_attn_backward, _flash_attn_forward
-from flash_attn_cuda.rotary import apply_rotary_emb
+from flash_attn_cuda.functions.interface import _flash_attn_backward, _flash_attn_forward
+from flash_attn_cuda.functions.rotary import apply_rotary_emb
 
 BATCH, SEQLEN, HEAD_DIM = 3, 24, 8
 BOUNDS = [0, 5, 5, 17, 40]  # of packed sequences; rows behind them belong to none

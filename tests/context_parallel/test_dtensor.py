@@ -104,7 +104,7 @@ def test_importing_the_package_imports_no_dtensors() -> None:
         "import sys\n"
         "finders = list(sys.meta_path)\n"
         "import flash_attn_cuda\n"
-        "from flash_attn_cuda import dtensor_import\n"
+        "from flash_attn_cuda.operators import dtensor_import\n"
         "assert 'torch.distributed.tensor' not in sys.modules and not dtensor_import._types\n"
         "assert 'torch.utils.flop_counter' not in sys.modules\n"
         "import torch.distributed.tensor.parallel, torch.utils.flop_counter\n"

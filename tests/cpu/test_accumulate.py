@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators.attention import run_backward_operator
 from flash_attn_cuda.operators.derivatives import run_operator
 from tests.cases.accumulate import WHATS, SumCase, Target

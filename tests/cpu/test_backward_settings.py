@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
-from flash_attn_cuda.arguments import packed_lengths
-from flash_attn_cuda.call import ARGUMENTS, OF_BACKWARD, AttentionCall
+from flash_attn_cuda.call.fields import ARGUMENTS, OF_BACKWARD, AttentionCall
+from flash_attn_cuda.functions.arguments import packed_lengths
+from flash_attn_cuda.installed import build_info
 from flash_attn_cuda.masks.sparsity import BlockSparsity
 
 pytestmark = pytest.mark.skipif(

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.installed import build_info
 
 pytestmark = pytest.mark.skipif(
     build_info.extension is None, reason="flash_attn_cuda._C is not built here"

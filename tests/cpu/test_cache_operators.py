@@ -20,7 +20,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.call import APPENDED
+from flash_attn_cuda.call.fields import APPENDED
 from tests.cases.fp8_cache import E4M3, a_cache, packed_inputs
 from tests.cases.masked_operators import int32
 from tests.cases.operators import (

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import (
-    build_info,
     check_device_errors,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    interface,
 )
+from flash_attn_cuda.functions import interface
+from flash_attn_cuda.installed import build_info
 
 
 def tensors(dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cuda.call import Incoming
+from flash_attn_cuda.call.fields import Incoming
 from flash_attn_cuda.cpu import Tiling, backward_on_cpu, forward_on_cpu
 from flash_attn_cuda.cpu.dense import probabilities
 from flash_attn_cuda.cpu.philox import keep_scale

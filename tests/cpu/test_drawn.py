@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.call import AttentionCall, Incoming, Tangents
+from flash_attn_cuda.call.fields import AttentionCall, Incoming, Tangents
 from flash_attn_cuda.cpu import Tiling, backward_on_cpu, forward_on_cpu
 from flash_attn_cuda.cpu.calls import hvp_on_cpu, jvp_on_cpu
 from tests.cases.cpu_harness import RNG_STATE, assert_fp64_close, one_thread  # noqa: F401

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import flash_attn_cuda as ours
 from flash_attn_cuda import flash_attn_with_kvcache, quantize_kv
-from flash_attn_cuda.call import AttentionCall
-from flash_attn_cuda.chunks import attend_over_cache_in_chunks
-from flash_attn_cuda.fp8 import to_e4m3
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.call.fp8 import to_e4m3
+from flash_attn_cuda.functions.chunks import attend_over_cache_in_chunks
 from tests.cases.attention import KvCacheCase
 from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
@@ -141,7 +141,7 @@ def test_append_then_read() -> None:
         out = flash_attn_with_kvcache(
             q[:, at], *caches, k[:, at], v[:, at], cache_seqlens=t, **given
         )
-    from flash_attn_cuda.rotary import apply_rotary_emb
+    from flash_attn_cuda.functions.rotary import apply_rotary_emb
 
     turned = apply_rotary_emb(k, *tables.values(), interleaved=True)
     k8, v8, k_scale, v_scale = quantize_kv(turned, v)

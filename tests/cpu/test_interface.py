@@ -20,8 +20,8 @@ from flash_attn_cuda import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    interface,
 )
+from flash_attn_cuda.functions import interface
 from tests.reference import AttentionResult, attention, attention_with_gradients
 from tests.surfaces.public_names import FLASH_ATTENTION_2_INTERFACE
 

@@ -18,8 +18,8 @@ from flash_attn_cuda import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from flash_attn_cuda.call import Results
-from flash_attn_cuda.interface import _flash_attn_backward, _flash_attn_forward
+from flash_attn_cuda.call.fields import Results
+from flash_attn_cuda.functions.interface import _flash_attn_backward, _flash_attn_forward
 from flash_attn_cuda.operators import attention as attention_operators
 from flash_attn_cuda.operators import second_order as second_order_operators
 from flash_attn_cuda.operators.support import is_plain_cuda

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch._C import _functorch
 
 from flash_attn_cuda import (
-    build_info,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     quantize_kv,
 )
-from flash_attn_cuda.call import AttentionCall
-from flash_attn_cuda.private import _flash_attn_backward
-from flash_attn_cuda.rotary import apply_rotary_emb
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.functions.private import _flash_attn_backward
+from flash_attn_cuda.functions.rotary import apply_rotary_emb
+from flash_attn_cuda.installed import build_info
 from tests.cases.harness import DEVICE
 from tests.cpu.test_out_argument import cached, int32, masked, normal, packed, with_new_keys
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.cpu import combine, forward_on_cpu
 from tests.cases.attention import KvCacheCase, KvCacheInputs
 from tests.cases.cpu_harness import RNG_STATE, call_of, one_thread  # noqa: F401

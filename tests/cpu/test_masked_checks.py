@@ -15,7 +15,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.interface import _flash_attn_varlen_forward
+from flash_attn_cuda.functions.interface import _flash_attn_varlen_forward
 from tests.cases.masked_operators import int32, make_inputs
 
 

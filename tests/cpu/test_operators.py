@@ -24,7 +24,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators import attention as attention_operators
 from tests.cases.masked_operators import (
     SCALE,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from flash_attn_cuda.call import OF_BACKWARD, READ, AttentionCall, Incoming
-from flash_attn_cuda.checks.calls import check_call
+from flash_attn_cuda.call.checks import check_call
+from flash_attn_cuda.call.fields import OF_BACKWARD, READ, AttentionCall, Incoming
 from flash_attn_cuda.context_parallel import ContextParallel
 from flash_attn_cuda.operators.attention import run_backward_operator
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_cuda.interface import (
+from flash_attn_cuda.functions.interface import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 import flash_attn_cuda as ours
-from flash_attn_cuda import build_info, private
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.context_parallel import ContextParallel
+from flash_attn_cuda.functions import private
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.integrations import flash_attention_3 as fa3
+from flash_attn_cuda.integrations import flash_attention_4 as fa4
 from flash_attn_cuda.integrations import vllm
-from flash_attn_cuda.surfaces import flash_attention_3 as fa3
-from flash_attn_cuda.surfaces import flash_attention_4 as fa4
 from tests.cases.roads import (
     HEADS,
     LONGEST,

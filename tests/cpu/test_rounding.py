@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_attn_cuda.rounding import rounded, unrounded
+from flash_attn_cuda.call.rounding import rounded, unrounded
 from tests.cases.rounding import (
     FEATURES,
     ROADS,

@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_cuda import (
-    arguments,
-    build_info,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
-from flash_attn_cuda.call import AttentionCall, Results
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_cuda.call.fields import AttentionCall, Results
 from flash_attn_cuda.cpu import backward_on_cpu
 from flash_attn_cuda.cpu.tiles import sink_gradient
+from flash_attn_cuda.functions import arguments
+from flash_attn_cuda.installed import build_info
 from tests.cases.masked_operators import backward_fields, int32, make_sparsity
 from tests.cases.operators import backward_call
 from tests.cases.roads import Extension, extension

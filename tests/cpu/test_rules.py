@@ -1,6 +1,7 @@
-"""Every rule of which arguments go together, of sizes and of dtypes (flash_attn_cuda/rules.py), and
-of a number's range (flash_attn_cuda/call.py), by the road of Python and by that of the extension: a
-call that breaks it and no rule before it raises the same on both.
+"""Every rule of which arguments go together, of sizes and of dtypes
+(flash_attn_cuda/call/rules.py), and of a number's range (flash_attn_cuda/call/fields.py), by the
+road of Python and by that of the extension: a call that breaks it and no rule before it raises the
+same on both.
 
 The extension describes a call of tensors on the CPU (explain_settings). The rules of what comes
 into a backward or a derivative, which want a GPU there, are broken by the operators' tests.
@@ -19,15 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info, rules
-from flash_attn_cuda.call import NAMES, RANGES, AttentionCall, Incoming, Tangents
-from flash_attn_cuda.checks.calls import (
-    check_call,
-    check_gradients,
-    check_incoming,
-    check_tangents,
-)
-from flash_attn_cuda.checks.rules import check_holds, check_rules
+from flash_attn_cuda.call import rules
+from flash_attn_cuda.call.checks import check_call, check_gradients, check_incoming, check_tangents
+from flash_attn_cuda.call.fields import NAMES, RANGES, AttentionCall, Incoming, Tangents
+from flash_attn_cuda.call.interpret import check_holds, check_rules
+from flash_attn_cuda.installed import build_info
 
 EXTENSION: Any = build_info.extension
 E4M3 = torch.float8_e4m3fn

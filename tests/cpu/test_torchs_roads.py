@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import flash_attn_cuda as ours
-from flash_attn_cuda import build_info
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.cpu.calls import forward_on_cpu
-from flash_attn_cuda.explain import call_of_torch
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.report.explain import call_of_torch
 from tests.cases.roads import (
     HEADS,
     LONGEST,

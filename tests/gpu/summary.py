@@ -161,7 +161,7 @@ def environment(root: Path) -> dict[str, Any]:
 
 
 def _build() -> dict[str, Any]:
-    from flash_attn_cuda import build_info
+    from flash_attn_cuda.installed import build_info
 
     record = build_info.build_record()
     facts = {key: value for key, value in record.items() if key != "instances"}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_attn_cuda import build_info
-from flash_attn_cuda.call import Incoming
+from flash_attn_cuda.call.fields import Incoming
+from flash_attn_cuda.installed import build_info
 from flash_attn_cuda.operators.derivatives import run_operator
 from tests.cases.accumulate import SumCase, sum_cases
 from tests.cases.harness import skip_without_row

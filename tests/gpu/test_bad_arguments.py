@@ -20,7 +20,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.interface import (
+from flash_attn_cuda.functions.interface import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,

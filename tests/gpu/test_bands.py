@@ -1,4 +1,4 @@
-"""Bands that need not hold the diagonal (surfaces/bands.py) by kernels of every kind, in every
+"""Bands that need not hold the diagonal (integrations/bands.py) by kernels of every kind, in every
 layout of FlashAttention-4's functions, forward and backward.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn_cuda import check_device_errors
-from flash_attn_cuda.surfaces.flash_attention_4 import flash_attn_varlen_func
+from flash_attn_cuda.integrations.flash_attention_4 import flash_attn_varlen_func
 from tests.cases.bands import LAYOUTS, BandCase, Lengths
 from tests.cases.harness import DEVICE, scaled
 from tests.cases.pairwise import pairwise

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info, flash_attn_func
-from flash_attn_cuda.call import AttentionCall
-from flash_attn_cuda.explain import call_of_shapes, explain
+from flash_attn_cuda import flash_attn_func
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.report.explain import call_of_shapes, explain
 from tests.cases import binding
 from tests.cases.harness import make_case, skip_without_row
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cuda.cpu.philox import keep_mask as package_keep_mask
-from flash_attn_cuda.interface import _flash_attn_backward, _flash_attn_forward
+from flash_attn_cuda.functions.interface import _flash_attn_backward, _flash_attn_forward
 from tests import reference
 from tests.cases.attention import Alibi, AttentionCase, Layout, VarlenCase
 from tests.cases.harness import (

@@ -17,7 +17,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_cuda.interface import _flash_attn_forward
+from flash_attn_cuda.functions.interface import _flash_attn_forward
 from tests.cases.harness import (
     DEVICE,
     assert_same_up_to_one_rounding,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
-from flash_attn_cuda.explain import call_of_shapes, explain
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.report.explain import call_of_shapes, explain
 from tests.cases import binding
 from tests.cases.harness import make_case, skip_without_row
 from tests.cases.masked import OWN, MaskedCase, RandomBias

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import BlockSparsity, build_info, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cuda import BlockSparsity, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cuda.installed import build_info
 from tests.cases import binding
 from tests.cases.attention import VarlenCase
 from tests.cases.bad_input import Guard

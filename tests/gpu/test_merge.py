@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
 from flash_attn_cuda.context_parallel.merge import merge_
+from flash_attn_cuda.installed import build_info
 from tests.cases.harness import DEVICE
 from tests.cases.merge import MergeCase, merge_cases
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info, check_device_errors
-from flash_attn_cuda.call import AttentionCall, Incoming
+from flash_attn_cuda import check_device_errors
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.cpu.philox import keep_mask
+from flash_attn_cuda.installed import build_info
 from flash_attn_cuda.operators.attention import run_backward_operator
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases.attention import Alibi

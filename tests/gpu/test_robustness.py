@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
 from tests.cases.attention import AttentionCase, AttentionInputs, Layout
 from tests.cases.harness import (
     assert_same_bits,

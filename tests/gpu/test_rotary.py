@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_cuda import rotary
-from flash_attn_cuda.rotary import apply_rotary_emb
-from flash_attn_cuda.rotary_layers import apply_rotary, apply_rotary_emb_qkv_
+from flash_attn_cuda.functions import rotary
+from flash_attn_cuda.functions.rotary import apply_rotary_emb
+from flash_attn_cuda.integrations.rotary_layers import apply_rotary, apply_rotary_emb_qkv_
 from tests.cases.bad_input import INT_MAX, INT_MIN, Guard
 from tests.cases.harness import DEVICE, ON_CPU, bits, scaled
 from tests.cases.rotary import POSITIONS, RotaryCase, arranged, difference, rotary_cases

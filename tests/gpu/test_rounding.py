@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cuda.call import AttentionCall
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.call.rounding import rounded
 from flash_attn_cuda.operators.derivatives import run_operator
-from flash_attn_cuda.rounding import rounded
 from tests.cases.harness import DEVICE, bits, make_case, skip_without_row
 from tests.cases.masked_harness import skip_without_masked_row
 from tests.cases.rounding import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from build_tools.kernel_table import ALL_ROWS
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
+from kernel_table.all_rows import ALL_ROWS
 from tests.cases.harness import built_row
 from tests.gpu.limits import run_limited
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 def skip_without_rows_for_less_memory() -> None:
-    """A build for Hopper alone has few of them, which it runs too (build_tools/hopper_rows.py)."""
+    """A build for Hopper alone has few of them, which it runs too (kernel_table/hopper_rows.py)."""
     compiled = {row.name for row in build_info.compiled_rows()}
     if not all(row.name in compiled for row in ALL_ROWS if "smem" in row.name):
         pytest.skip("this build has not all rows for less shared memory")
@@ -49,7 +49,7 @@ def test_the_row_that_fits_is_chosen(smem_bytes: int, head_dim: int, variant: st
     shapes = {"batch_size": 1, "seqlen_q": 128, "seqlen_k": 128, "num_heads_q": 1}
     shapes |= {"num_heads_k": 1, "head_dim": head_dim}
     program = (
-        "from flash_attn_cuda.explain import call_of_shapes, explain\n"
+        "from flash_attn_cuda.report.explain import call_of_shapes, explain\n"
         f"plan = explain('backward', call_of_shapes(dtype='bf16', causal=True, **{shapes}))\n"
         "print(plan['instance'], plan['smem_bytes'])"
     )

@@ -16,7 +16,7 @@ from flash_attn_cuda import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flash_attn_cuda.interface import _flash_attn_varlen_backward
+from flash_attn_cuda.functions.interface import _flash_attn_varlen_backward
 from tests.cases.attention import BUCKET_HEAD_DIMS, Alibi, Layout, arrange
 from tests.cases.harness import (
     DEVICE,

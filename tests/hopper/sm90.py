@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
 from tests.cases import families
 from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.harness import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
 from tests.cases import binding
 from tests.cases.attention import AttentionCase, AttentionInputs, Layout, arrange
 from tests.cases.bad_input import Guard

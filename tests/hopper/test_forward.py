@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cuda import build_info
+from flash_attn_cuda.installed import build_info
 from tests.cases import families
 from tests.cases.attention import DTYPE_NAMES, Alibi
 from tests.cases.harness import (

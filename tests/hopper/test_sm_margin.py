@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flash_attn_cuda.call import AttentionCall, Incoming
-from flash_attn_cuda.explain import explain
+from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
+from flash_attn_cuda.report.explain import explain
 from tests.hopper.sm90 import runs_sm90_kernels
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here

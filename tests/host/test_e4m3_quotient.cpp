@@ -6,7 +6,7 @@
 #include <limits>
 #include <random>
 
-#include "auxiliary/e4m3_quotient.h"
+#include "auxiliary/append/e4m3_quotient.h"
 #include "check.h"
 
 using namespace flash_attn_cuda;

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from build_tools import toolchain
+from build_tools.compile import toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_SOURCES = ROOT / "csrc/host"

@@ -1,5 +1,5 @@
 // What rounding takes from O, in eight bits: the number is there again to 2^-16, and what rounding
-// leaves alone stays as it is. flash_attn_cuda/rounding.py does the same.
+// leaves alone stays as it is. flash_attn_cuda/call/rounding.py does the same.
 #include <cmath>
 #include <cstdint>
 #include <random>

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import BlockSparsity, build_info, masks
-from flash_attn_cuda.masks.lists import TILE
+from flash_attn_cuda import BlockSparsity, masks
+from flash_attn_cuda.call.rules import TILE
+from flash_attn_cuda.installed import build_info
 from tests.cases import families
 from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase

@@ -36,14 +36,14 @@ from torch import Tensor
 
 from flash_attn_cuda import (
     BlockSparsity,
-    build_info,
     check_device_errors,
     cuda_unavailable_reason,
     flash_attn_combine,
     flash_attn_varlen_func,
 )
-from flash_attn_cuda.explain import call_of_shapes, explain
-from flash_attn_cuda.masks.lists import TILE
+from flash_attn_cuda.call.rules import TILE
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.report.explain import call_of_shapes, explain
 from tests.cases import bad_input, second_order
 from tests.cases.attention import DTYPE_NAMES, AttentionCase, KvCacheCase, VarlenCase
 from tests.cases.bands import BandCase

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn_cuda.context_parallel import parallel
-from flash_attn_cuda.surfaces import ring_flash_attn as ring
+from flash_attn_cuda.integrations import ring_flash_attn as ring
 from tests.context_parallel.cases import Case, Whole
 
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import flash_attn_cuda as ours
-from flash_attn_cuda import build_info, private
+from flash_attn_cuda.functions import private
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.integrations import flash_attention_3 as fa3
+from flash_attn_cuda.integrations import flash_attention_4 as fa4
+from flash_attn_cuda.integrations import ring_flash_attn as ring
 from flash_attn_cuda.integrations import vllm
-from flash_attn_cuda.surfaces import flash_attention_3 as fa3
-from flash_attn_cuda.surfaces import flash_attention_4 as fa4
-from flash_attn_cuda.surfaces import ring_flash_attn as ring
-from flash_attn_cuda.surfaces.bands import Band
+from flash_attn_cuda.integrations.bands import Band
 from tests.cases import bands
 from tests.cases.bands import BandCase, Ends, Lengths, Rows, Window, make_rows, visible
 from tests.cases.harness import DEVICE, no_host_sync

@@ -23,7 +23,9 @@ from torch.utils.checkpoint import (
 )
 
 import flash_attn_cuda
-from flash_attn_cuda import build_info, compat, padding, private, rotary
+from flash_attn_cuda.functions import private, rotary
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.integrations import compat, padding
 from tests.cases.harness import DEVICE
 
 

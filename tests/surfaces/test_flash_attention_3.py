@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.surfaces import flash_attention_3 as fa3
+from flash_attn_cuda.integrations import flash_attention_3 as fa3
 from tests.reference import kvcache_reference
 from tests.surfaces.calls import (
     ON_EVERY_DEVICE,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import compat
-from flash_attn_cuda.surfaces import flash_attention_3 as fa3
+from flash_attn_cuda.integrations import compat
+from flash_attn_cuda.integrations import flash_attention_3 as fa3
 from tests.cases.inductor import has_python_headers
 from tests.surfaces.calls import (
     ON_EVERY_DEVICE,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_cuda as ours
-from flash_attn_cuda.surfaces import flash_attention_4 as fa4
-from flash_attn_cuda.surfaces.flash_attention_4 import BlockSparseTensorsTorch
+from flash_attn_cuda.integrations import flash_attention_4 as fa4
+from flash_attn_cuda.integrations.flash_attention_4 import BlockSparseTensorsTorch
 from tests.surfaces.calls import (
     ON_EVERY_DEVICE,
     assert_compiles,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_cuda as ours
+from flash_attn_cuda.integrations import flash_attention_3 as fa3
 from flash_attn_cuda.integrations import vllm
-from flash_attn_cuda.surfaces import flash_attention_3 as fa3
 from tests.cases.harness import DEVICE, no_host_sync
 from tests.reference.fp8 import from_bytes, to_bytes
 from tests.surfaces.calls import ON_EVERY_DEVICE, assert_compiles, assert_same, int32, normal

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 import flash_attn_cuda as ours
-from flash_attn_cuda import compat
-from flash_attn_cuda.integrations import vllm
-from flash_attn_cuda.surfaces import flash_attention_3 as fa3
-from flash_attn_cuda.surfaces import flash_attention_4 as fa4
+from flash_attn_cuda.integrations import compat, vllm
+from flash_attn_cuda.integrations import flash_attention_3 as fa3
+from flash_attn_cuda.integrations import flash_attention_4 as fa4
 from tests.cases.harness import DEVICE, no_host_sync
 from tests.surfaces.calls import (
     ON_EVERY_DEVICE,
@@ -461,10 +460,15 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
 import sys
 import flash_attn_cuda.compat
 flash_attn_cuda.compat.install()
-ours = "flash_attn_cuda.surfaces", "flash_attn_cuda.integrations.vllm"
-assert not [name for name in sys.modules if name.startswith(ours)]
+assert not sys.modules.keys() & {
+    "flash_attn_cuda.integrations.flash_attention_3",
+    "flash_attn_cuda.integrations.flash_attention_4",
+    "flash_attn_cuda.integrations.ring_flash_attn",
+    "flash_attn_cuda.integrations.transformers",
+    "flash_attn_cuda.integrations.vllm",
+}
 import flash_attn_interface
-assert "flash_attn_cuda.surfaces.flash_attention_3" in sys.modules
-assert "flash_attn_cuda.surfaces.flash_attention_4" not in sys.modules
+assert "flash_attn_cuda.integrations.flash_attention_3" in sys.modules
+assert "flash_attn_cuda.integrations.flash_attention_4" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_attn_cuda.padding import (
+from flash_attn_cuda.integrations.padding import (
     IndexFirstAxisResidual,
     index_first_axis,
     index_first_axis_residual,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_cuda import compat
+from flash_attn_cuda.integrations import compat
 from tests.surfaces import public_names
 from tests.surfaces.public_names import MODULES, Module
 

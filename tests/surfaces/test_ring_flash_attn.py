@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from flash_attn_cuda import compat
-from flash_attn_cuda.surfaces import ring_flash_attn as ring
+from flash_attn_cuda.integrations import compat
+from flash_attn_cuda.integrations import ring_flash_attn as ring
 from tests.context_parallel.cases import Case
 from tests.context_parallel.ranks import Ranks
 from tests.surfaces import ring_flash_attn_cases as cases

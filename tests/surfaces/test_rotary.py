@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flash_attn_cuda import build_info, rotary
-from flash_attn_cuda.rotary import apply_rotary_emb, apply_rotary_emb_func
-from flash_attn_cuda.rotary_layers import (
+from flash_attn_cuda.functions import rotary
+from flash_attn_cuda.functions.rotary import apply_rotary_emb, apply_rotary_emb_func
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.integrations.rotary_layers import (
     ApplyRotaryEmb,
     ApplyRotaryEmbKV_,
     ApplyRotaryEmbQKV_,

@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from flash_attn_cuda import build_info, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
+from flash_attn_cuda.installed import build_info
 from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.harness import captured, run_reference
 from tests.reference import AttentionResult

@@ -18,7 +18,6 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from flash_attn_cuda.integrations.sequences import Sequences
 from flash_attn_cuda.integrations.transformers import register
 from flash_attn_cuda.integrations.transformers_masks import (
     Pattern,
@@ -28,6 +27,7 @@ from flash_attn_cuda.integrations.transformers_masks import (
     recognise,
     without_meaning,
 )
+from flash_attn_cuda.integrations.transformers_sequences import Sequences
 from tests.surfaces.transformers_cases import (
     GPT_OSS,
     LLAMA,

@@ -8,7 +8,7 @@ import importlib
 
 import pytest
 
-from flash_attn_cuda import compat
+from flash_attn_cuda.integrations import compat
 from tests.context_parallel.ranks import Ranks
 
 pytest.importorskip("transformers")

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from flash_attn_cuda.integrations import ring_flash_attn as ring
 from flash_attn_cuda.integrations import transformers_ring
-from flash_attn_cuda.surfaces import ring_flash_attn as ring
 from tests.surfaces.transformers_cases import (
     EXACT,
     GEMMA,

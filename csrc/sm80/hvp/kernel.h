@@ -9,7 +9,7 @@
 //
 // scores.h has what modifiers and dropout change between the products; the way from the products to
 // gradients in memory is that of the backward (sm80/backward/results.h), the statistics of rows are
-// the preprocess kernel's (auxiliary/backward_preprocess.cu).
+// the preprocess kernel's (auxiliary/backward/preprocess.cu).
 //
 // Threads: num_warps x 32. dK and dV stay in registers for the life of the CTA, which walks the
 // query tiles of every query head that shares its key head. Shared memory: K, V and their tangents,

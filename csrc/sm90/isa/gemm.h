@@ -48,7 +48,7 @@ using RowsMma = decltype(make_tiled_mma(
 
 // Columns of one of its instructions. CuTe makes a product of the widest ones that it knows, and
 // without CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED it does not know all: 80 columns become five of 16.
-// Translation units that need it define it (build_tools/generate_units.py).
+// Translation units that need it define it (build_tools/generate/kernel_units.py).
 template <class Mma>
 inline constexpr int instruction_columns = size<1>(typename Mma::AtomShape_MNK{});
 

@@ -8,7 +8,8 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// Where CTAs share a tile's keys: O and LSE of each split in fp32, for auxiliary/combine_splits.cu.
+// Where CTAs share a tile's keys: O and LSE of each split in fp32, for
+// auxiliary/merge/combine_splits.cu.
 struct SplitResults {
   int num_splits;      // 1: there are none
   std::int64_t rows;   // of a split: those of q over all sequences

@@ -1,0 +1,1 @@
+"""What compiles: compilers and torch, architectures, ninja's files, one compile."""

@@ -1,0 +1,1 @@
+"""Reports of what was built, and of the sources."""

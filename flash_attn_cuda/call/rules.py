@@ -1,0 +1,318 @@
+"""What an attention call must satisfy, as data: which arguments go together, and what their sizes
+and dtypes must be.
+
+A rule has one line here. call/interpret.py interprets it for the CPU, compilers and transforms;
+build_tools/generate/call_rules.py makes the extension's C++ of it, with the same words and the same
+exceptions. Shapes and dtypes of arrays and ranges of numbers stand with the fields (fields.py).
+
+This file imports nothing of the package: a build reads it before torch is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+E4M3 = "torch.float8_e4m3fn"
+MAX_HEAD_DIM = 512
+MAX_ROWS_WITH_ORIGIN = 2**28
+FP8_MULTIPLE = 16  # of the head dims of e4m3
+TILE = 128  # queries, or keys
+WANTED = "in a call whose gradients are wanted"
+DIRECTED = "in a call that is differentiated in a direction"
+
+
+class Rules(NamedTuple):
+    """Of a fact, and of arguments where it holds.
+
+    fact: a field that is given, True or above 0, or a function of the call (fields.py, call.h);
+    "not" before it.
+    where: the fact in an error's words; {k} and other names stand for what the caller knows them
+    as.
+    absent: None, False or 0 there (ValueError).
+    refused: likewise, as no backend does it (NotImplementedError).
+    given: not None there (ValueError).
+    refusal: the fact itself is refused, in these words (NotImplementedError).
+    """
+
+    fact: str
+    where: str = ""
+    absent: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+class Must(NamedTuple):
+    """Of sizes and dtypes.
+
+    argument: the one that an error names.
+    holds: of a call. build_tools/generate/cpp_of_python.py says what a lambda may be made of.
+    words: what must be and what is. {k} stands for what the caller knows it as, {heads_k} for that
+    function of the call, {softcap.value} for that field, {k.shape}, {k.shape[1]}, {k.dtype}... for
+    the tensor's.
+    where: the fact where it must hold, as Rules.fact; "": everywhere.
+    """
+
+    argument: str
+    holds: Callable[[Any], bool]
+    words: str
+    where: str = ""
+    kind: type[Exception] = ValueError
+
+
+class Known(NamedTuple):
+    """How errors speak of a fact or field that callers know by another argument."""
+
+    name: str
+    absent: str  # what it must be
+    given: str  # what it was
+
+
+KNOWN = {
+    "has_masks": Known("attn_mask", "None", "a tensor"),
+    "quantizes_tokens": Known("quantize", "None", "'token'"),
+    "has_cache_seqlens": Known("cache_seqlens", "None", "a tensor"),
+}
+
+NUMBERS = ("dropout_p", "softcap")  # which are off at 0
+
+IN_FLOAT32 = {"finite": "finite in float32", "normal": "off (0) or a normal number in float32"}
+
+
+def range_in_words(said: Mapping[str, Any]) -> str:
+    """What a number must be, of what its field's argument() says."""
+    least, most, below = (said.get(x) for x in ("at_least", "at_most", "below"))
+    if kind := said.get("in_float32"):
+        return IN_FLOAT32[kind]
+    if most is not None:
+        return f"from {least} to {most}"
+    return f"at least {least}" + ("" if below is None else f" and below {below}")
+
+
+# What calls alone have that a backward follows.
+_OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin")
+_OF_PACKED = ("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table")
+_ROTARY = ("rotary_cos", "rotary_sin")
+_OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
+_OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
+_SCALES = ("k_descale", "v_descale")
+
+OF_CALL = (
+    Rules("is_of_one_length", "without cu_seqlens_q", absent=_OF_PACKED),
+    Rules("not over_cache", "without over_cache", absent=_OF_CACHE),
+    Rules("over_cache", "over a cache", refused=_OF_TRAINING),
+    Rules("block_table", "with a block_table", refused=_OF_TRAINING),
+    Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
+    Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
+    Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
+    Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=_OF_TRAINING, given=_SCALES),
+    Rules(
+        "not is_fp8",
+        f"where {{k}} is not of {E4M3}",
+        absent=("q_descale", *_SCALES, "quantizes_tokens"),
+    ),
+    Rules(
+        "appends_fp8",
+        f"where {{k_new}} is of {E4M3}",
+        absent=("quantizes_tokens",),
+        refused=_ROTARY,
+    ),
+    Rules("v_new", "with {v_new}", given=("k_new",)),
+    Rules("k_new", "with {k_new}", given=("v_new", "has_cache_seqlens")),
+    Rules("not k_new", "without {k_new}", absent=(*_OF_NEW, "quantizes_tokens")),
+    Rules("seqlen_k", "with seqlen_k", absent=("seqused_k",)),
+    Rules("rotary_cos", "with rotary_cos", given=("rotary_sin",)),
+    Rules("rotary_sin", "with rotary_sin", given=("rotary_cos",)),
+)
+
+# Where a derivative is wanted of what has no backward.
+OF_BACKWARD = (
+    Rules(
+        "is_fp8",
+        refusal=f"{{k}}: must not be of {E4M3} {WANTED}, as attention over it has no backward",
+    ),
+    Rules(
+        "over_cache", refusal=f"{{k}}: must not be attended to {WANTED}, as that has no backward"
+    ),
+    Rules("block_table", refusal=f"block_table: must be None {WANTED}, got a tensor"),
+)
+OF_DETERMINISTIC = (
+    Rules("has_lists", "with a block mask", refused=("deterministic",)),
+    Rules("bias", "with a floating attn_mask", refused=("deterministic",)),
+)
+OF_DIRECTION = (
+    Rules("is_fp8", refusal=f"{{k}}: must not be of {E4M3} {DIRECTED}"),
+    Rules("reads_in_place", refusal=f"block_table: must be None {DIRECTED}, as must be a cache"),
+    Rules("fp32_results", refusal=f"fp32_results: must be False {DIRECTED}, got True"),
+)
+# Where autograd records a call.
+OF_RECORDED = (
+    Rules(
+        "out",
+        refusal=f"out: must be None {WANTED}, got a tensor (torch.no_grad() says that none is)",
+    ),
+    Rules("fp32_results", refusal=f"fp32_results: must be False {WANTED}, got True"),
+)
+# Where the gradient of a floating mask is wanted.
+OF_BIAS_GRADIENT = (
+    Rules(
+        "softcap",
+        refusal="attn_mask: has no gradient with softcap, got a softcap of {softcap.value}",
+    ),
+)
+# Of a call that has the lists of both passes.
+OF_LISTS = (
+    Rules("block_rows", "with block_rows", given=("block_columns",)),
+    Rules("block_columns", "with block_columns", given=("block_rows",)),
+)
+# Arguments are those that come into a backward, or tangents, and facts theirs or the call's.
+OF_INCOMING = (
+    Rules("dropout_p", "with dropout, as the forward returned it", given=("rng_state",)),
+    Rules("not fp32_results", "without fp32_results", absent=("accumulate",)),
+    Rules("accumulate", "with accumulate", given=("dq", "dk", "dv")),
+    Rules("not bias", "without a bias", absent=("wants_dbias",)),
+)
+OF_TANGENTS = (
+    Rules("not bias", "without bias", absent=("tbias",)),
+    Rules("not sink", "without sink", absent=("tsink",)),
+)
+
+DENSE = "(batch, seqlen, heads, head_dim)"
+PACKED = "(total, heads, head_dim)"
+_KEYS = (
+    ("block_table", "(num_pages, page_size, heads, head_dim)"),
+    ("over_cache", "(batch_cache, capacity, heads, head_dim)"),
+    ("is_packed", PACKED),
+    ("", DENSE),
+)
+# (fact, dimensions): a tensor has those of the first fact that holds.
+LAYOUTS = {"q": (("is_packed", PACKED), ("", DENSE)), "k": _KEYS, "v": _KEYS}
+
+_ONE_HEAD = "must have at least one head, got shape"
+_HEAD_DIM = "last dimension (head_dim)"
+_HEAD_DIM_V = "last dimension (head_dim_v)"
+_RANGE = f"must be from 1 to {MAX_HEAD_DIM}, got"
+_MULTIPLE = f"must be a multiple of {FP8_MULTIPLE} of {E4M3}, got"
+_A_SCALE = "must have a scale for every token"
+_WRITTEN = "where quantize writes it, got"
+
+# Of q, k and v, which have the dimensions of their layouts.
+OF_TENSORS = (
+    Must("v", lambda call: call.v.dtype == call.k.dtype,
+         "must have the dtype of {k} ({k.dtype}), got {v.dtype}", "reads_e4m3", TypeError),
+    Must("k", lambda call: call.k.dtype == call.q.dtype,
+         "must have the dtype of {q} ({q.dtype}), got {k.dtype}", "not reads_e4m3", TypeError),
+    Must("v", lambda call: call.v.dtype == call.q.dtype,
+         "must have the dtype of {q} ({q.dtype}), got {v.dtype}", "not reads_e4m3", TypeError),
+    Must("q", lambda call: 1 <= call.head_dim() <= MAX_HEAD_DIM,
+         f"{_HEAD_DIM} {_RANGE} {{head_dim}}"),
+    Must("q", lambda call: call.heads_q() >= 1, f"{_ONE_HEAD} {{q.shape}}"),
+    Must("k", lambda call: call.heads_k() >= 1, f"{_ONE_HEAD} {{k.shape}}"),
+    Must("k", lambda call: call.heads_q() % call.heads_k() == 0,
+         "number of heads must divide that of {q} ({heads_q}), got {heads_k}"),
+    Must("k", lambda call: call.head_dim_k() == call.head_dim(),
+         f"{_HEAD_DIM} must be that of {{q}} ({{head_dim}}), got {{head_dim_k}}"),
+    Must("v", lambda call: 1 <= call.head_dim_v() <= MAX_HEAD_DIM,
+         f"{_HEAD_DIM_V} {_RANGE} {{head_dim_v}}"),
+    Must("k", lambda call: call.entries() == call.batch(),
+         "batch must be that of {q} ({batch}), got {entries}", "is_dense"),
+)  # fmt: skip
+OF_VALUES = (
+    Must("v", lambda call: call.v.shape[:-1] == call.k.shape[:-1],
+         "must have the shape of {k} but for the last dimension, {k.shape}, got {v.shape}"),
+)  # fmt: skip
+# Of e4m3.
+OF_E4M3 = (
+    Must("k", lambda call: call.head_dim_k() % FP8_MULTIPLE == 0,
+         f"{_HEAD_DIM} {_MULTIPLE} {{head_dim_k}}"),
+    Must("v", lambda call: call.head_dim_v() % FP8_MULTIPLE == 0,
+         f"{_HEAD_DIM_V} {_MULTIPLE} {{head_dim_v}}"),
+)  # fmt: skip
+# Of what kernels read without a cache; the public functions pad.
+OF_CUDA = (
+    Must("q", lambda call: call.head_dim() % 8 == 0,
+         f"{_HEAD_DIM} must be a multiple of 8 on CUDA, got {{head_dim}}", "not over_cache"),
+    Must("v", lambda call: call.head_dim_v() % 8 == 0,
+         f"{_HEAD_DIM_V} must be a multiple of 8 on CUDA, got {{head_dim_v}}", "not over_cache"),
+)  # fmt: skip
+# Once it is known how many sequences there are.
+OF_BATCH = (
+    Must("max_seqlen_q", lambda call:
+         call.max_seqlen_q == 0 or call.max_seqlen_q == call.q.shape[1],
+         "must be the length of q ({q.shape[1]}) without cu_seqlens_q, got {max_seqlen_q.value}",
+         "is_dense"),
+    Must("max_seqlen_k", lambda call:
+         call.max_seqlen_k == 0 or call.max_seqlen_k == call.k.shape[1],
+         "must be the length of k ({k.shape[1]}) without cu_seqlens_q, got {max_seqlen_k.value}",
+         "is_dense"),
+    Must("cu_seqlens_k", lambda call: call.cu_seqlens_k is not None,
+         "must be a torch.Tensor, got NoneType", "needs_cu_seqlens_k", TypeError),
+    Must("k", lambda call: call.entries() == call.batch(),
+         "batch must be that of {q} ({batch}) without cache_batch_idx, got {entries}",
+         "reads_entries_in_order"),
+)  # fmt: skip
+# Of arrays, which have their dtypes.
+OF_ARRAYS = (
+    Must("block_table", lambda call: call.block_table.dim() == 2,
+         "must have shape (batch, max_pages), got {block_table.shape}", "block_table"),
+    Must("block_table", lambda call:
+         call.cache_batch_idx is not None or call.block_table.shape[0] == call.batch(),
+         "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),
+    Must("k", lambda call: call.k.shape[1] >= 1,
+         "pages must have at least one row, got shape {k.shape}", "block_table"),
+    Must("k_descale", lambda call: call.k_descale.dim() == 3,
+         f"{_A_SCALE} of {{k}}, shape {{k.shape[:-1]}}, {_WRITTEN} {{k_descale.shape}}",
+         "quantizes_tokens"),
+    Must("v_descale", lambda call: call.v_descale.dim() == 3,
+         f"{_A_SCALE} of {{k}}, shape {{k.shape[:-1]}}, {_WRITTEN} {{v_descale.shape}}",
+         "quantizes_tokens"),
+    Must("k_descale", lambda call: not is_expanded(call.k_descale),
+         f"must not be expanded {_WRITTEN} strides {{k_descale.strides}}", "quantizes_tokens"),
+    Must("v_descale", lambda call: not is_expanded(call.v_descale),
+         f"must not be expanded {_WRITTEN} strides {{v_descale.strides}}", "quantizes_tokens"),
+    Must("v_descale", lambda call: not is_same(call.k_descale, call.v_descale),
+         "must be another tensor than k_descale where quantize writes it", "quantizes_tokens"),
+    Must("origin", lambda call:
+         call.q.shape[0] <= MAX_ROWS_WITH_ORIGIN and call.k.shape[0] <= MAX_ROWS_WITH_ORIGIN,
+         f"must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got q of {{q.shape}} and k of "
+         "{k.shape}", "origin"),
+    Must("k_new", lambda call: call.cu_seqlens_k_new is not None or call.k_new.dim() == 4,
+         f"must have 4 dimensions {DENSE}, got shape {{k_new.shape}}", "k_new"),
+    Must("k_new", lambda call: call.cu_seqlens_k_new is None or call.k_new.dim() == 3,
+         f"must have 3 dimensions {PACKED}, got shape {{k_new.shape}}", "k_new"),
+    Must("rotary_cos", lambda call:
+         call.rotary_cos.dim() == 2 and 2 <= 2 * call.rotary_cos.shape[1] <= call.head_dim(),
+         "must have shape (seqlen_rotary, rotary_dim / 2) with a rotary_dim from 2 to head_dim "
+         "({head_dim}), got {rotary_cos.shape}", "rotary_cos"),
+    Must("rotary_sin", lambda call: call.rotary_sin.shape == call.rotary_cos.shape,
+         "must have shape {rotary_cos.shape}, got {rotary_sin.shape}", "rotary_sin"),
+)  # fmt: skip
+_BITS = "must have the rows and words of"
+# Of tensors over pairs, which have their shapes.
+OF_PAIRS = (
+    Must("mask_bits", lambda call: call.mask_bits is None or (
+         tiles_of(call.mask_bits.shape[2]) == call.block_rows.shape[2]
+         and call.mask_bits.shape[3] == 4 * (call.block_rows.shape[3] - 2)),
+         f"{_BITS} block_rows, {{block_rows.shape}}, got shape {{mask_bits.shape}}", "block_rows"),
+    Must("mask_bits", lambda call: call.mask_bits is None or (
+         tiles_of(call.mask_bits.shape[2]) == call.block_columns.shape[3] - 2
+         and call.mask_bits.shape[3] == 4 * call.block_columns.shape[2]),
+         f"{_BITS} block_columns, {{block_columns.shape}}, got shape {{mask_bits.shape}}",
+         "block_columns"),
+)  # fmt: skip
+
+
+def tiles_of(seqlen: int) -> int:
+    """Tiles of queries, or of keys, that lists of blocks have."""
+    return -(-seqlen // TILE)
+
+
+def is_expanded(tensor: Any) -> bool:
+    """Whether a dimension's entries are one in memory."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(step == 0 and size > 1 for step, size in strides)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    return a is b

@@ -1,1 +1,0 @@
-"""What arguments must satisfy: errors name the argument, the rule and the value."""

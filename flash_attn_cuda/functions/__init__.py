@@ -1,0 +1,1 @@
+"""The public functions, from their arguments to their results; interface lists them."""

@@ -1,0 +1,237 @@
+"""The public functions of serving: attention over a KV cache, and sums of partial results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.fields import CACHE_NAMES, describe, options_of
+from ..call.fp8 import add_scales
+from ..call.lengths import check_splits
+from ..call.tensors import E4M3, as_index, check_tensor, refuse_forward_gradients, refuse_gradients
+from ..call.window import UNLIMITED, WindowSize
+from ..operators.combine import run_combine, run_combine_out
+from .arguments import of_lse_dtype, seqlen_bound
+from .attend import results_of
+from .chunks import attend_over_cache_in_chunks, check_chunk
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = UNLIMITED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    batch_invariant: bool = False,
+    sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    out: Tensor | None = None,
+    q_descale: float | Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
+    quantize: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache of keys and values, to which k and v are appended.
+
+    For inference: there is no backward. Options that are not listed are those of flash_attn_func,
+    where seqlen_k is the number of keys of a sequence, appended ones included and left padding
+    excluded, and key 0 the first one behind the padding. Nothing waits for the device. All tensors
+    have q's device; q, caches, k, v and rotary tables one dtype; index tensors are int32. Both
+    caches may be of float8_e4m3fn instead (Micikevicius et al., "FP8 Formats for Deep Learning",
+    2022), with head dims that are multiples of 16.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
+            No head_dim costs a copy of the cache.
+        k_cache: (batch_cache, capacity, heads_k, head_dim), or with a block_table (num_pages,
+            page_size, heads_k, head_dim), of any page_size. Written in place if k is given.
+        v_cache: as k_cache, with head_dim_v.
+        k: (batch, seqlen_new, heads_k, head_dim): appended at row cache_seqlens of each sequence.
+            With cu_seqlens_q or cu_seqlens_k_new, (total_new, heads_k, head_dim). k and v of
+            float8_e4m3fn are numbers of caches of that, whose scales they are times: they are
+            appended as they are, without rotary_cos and quantize.
+        v: as k, with head_dim_v.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2): rotates the first rotary_dim elements of k, at
+            positions cache_seqlens, cache_seqlens + 1, ..., and of q, at the same positions if
+            causal or windowed, all at cache_seqlens otherwise (Su et al., "RoFormer", 2021,
+            section 3.2.2). Only with k.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: (batch,), or an integer for all: rows of the cache that are filled, before
+            appending, left padding included. None, without k, for the whole capacity.
+        cache_batch_idx: (batch,): the entry of the cache, or row of block_table, of each sequence.
+            Appending to one entry twice leaves either's keys.
+        cache_leftpad: (batch,): rows of the cache before a sequence's first key.
+        block_table: (batch, max_pages): row r of sequence b is row r % page_size of page
+            block_table[b, r // page_size].
+        rotary_interleaved: rotate elements (0, 1), (2, 3), ... rather than (0, rotary_dim / 2),
+            (1, rotary_dim / 2 + 1), ...
+        num_splits: parts that the keys of a sequence are divided into, at most, to occupy the
+            device; 0 chooses.
+        return_softmax_lse: also return softmax_lse.
+        cu_seqlens_q: (batch + 1,): sequences of queries are packed, as in flash_attn_varlen_func.
+        max_seqlen_q: an upper bound of their lengths: an integer, a 0-d tensor, which is not read,
+            or None. On CUDA results are right whatever it is: it helps to choose a kernel.
+        cu_seqlens_k_new: (batch + 1,), the same of k and v; None for cu_seqlens_q.
+        batch_invariant: split keys at fixed lengths, so that a sequence's results are the same bits
+            whatever the batch and the capacity; num_splits is not used then.
+        sink: (heads_q,), fp32, fp16 or bf16: exp(sink) joins the denominator of every softmax of
+            the head, and so softmax_lse.
+        attention_chunk: as in flash_attn_func; keys count from the first behind the padding.
+        out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
+            into; it must not overlap an input. None for a new tensor.
+        k_descale: what the numbers of a k_cache of float8_e4m3fn are times, which such a cache must
+            have: a number, or fp32 of one element, (heads_k,), (batch, heads_k), or a scale for
+            every token, (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with
+            any strides. New keys, once rotated, are divided by it, rounded to the nearest even and
+            saturated at +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold
+            anything.
+        v_descale: the same of v_cache.
+        q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
+            are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
+            or bf16, else to bf16, which out, k, v and rotary tables have as well.
+        quantize: "token": every new (token, head) of k and v gets a scale of its own, its largest
+            finite magnitude over 448, or 1 where that is 0. It is written into k_descale and
+            v_descale, which are tensors with a scale for every token.
+
+    Returns:
+        out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
+        softmax_lse (batch, heads_q, seqlen_q) or (heads_q, total_q) in fp32.
+
+    Raises:
+        As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
+        not written. NotImplementedError: a tensor carries a forward-mode gradient, or with k
+        requires grad while gradients are enabled; from the backward, without k.
+    """
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
+    _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)
+    if type(num_splits) is not int or batch_invariant is not False:
+        num_splits = check_splits(num_splits, batch_invariant)
+    options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, tensor)
+    used, seqlen_k = _cache_lengths(cache_seqlens)
+    if k is not None and cu_seqlens_k_new is None:
+        cu_seqlens_k_new = cu_seqlens_q
+    most = 0  # of no use without cu_seqlens_q
+    if max_seqlen_q is not None or cu_seqlens_q is not None:
+        bound = seqlen_bound("max_seqlen_q", max_seqlen_q, q)
+        most = 0 if cu_seqlens_q is None else bound
+    call = describe(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=most,
+        seqused_k=used,
+        leftpad_k=cache_leftpad,
+        block_table=block_table,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        over_cache=True,
+        cache_batch_idx=cache_batch_idx,
+        seqlen_k=seqlen_k,
+        k_new=k,
+        v_new=v,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=bool(rotary_interleaved),
+        **options,
+    )
+    if not (
+        q_descale is k_descale is v_descale is quantize is None
+        and E4M3 not in (q.dtype, k_cache.dtype, v_cache.dtype)
+    ):
+        add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
+    if sink is not None:
+        call.sink = of_lse_dtype("sink", sink, call.q)
+    if out is not None:
+        call.out = out
+    if attention_chunk != 0:
+        results = attend_over_cache_in_chunks(call, check_chunk(attention_chunk))
+    else:
+        results = results_of(call)
+    return (results.out, results.softmax_lse) if return_softmax_lse else results.out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One result from those of any number of disjoint parts of the keys.
+
+    With lse = log(sum of exp(lse_partial)) over the parts, out is the sum of exp(lse_partial - lse)
+    * out_partial. Parts where lse_partial is -inf do not count, whatever their out_partial holds.
+    Without gradients.
+
+    Args:
+        out_partial: (splits, batch, seqlen, heads, head_dim), fp32 (fp64 too on the CPU).
+        lse_partial: (splits, batch, seqlen, heads), of the same dtype.
+        out: (batch, seqlen, heads, head_dim) to write into; None for a new tensor.
+        out_dtype: dtype of a new one: fp32, fp16 or bf16; None for out_partial's.
+
+    Returns:
+        (out, softmax_lse), softmax_lse (batch, seqlen, heads) as in FlashAttention-3: of the shape
+        of a part's lse_partial, not of the attention functions' softmax_lse.
+
+    Raises:
+        TypeError, ValueError: naming the argument. NotImplementedError: a partial result requires
+        grad while gradients are enabled, or carries a forward-mode gradient.
+    """
+    reason = "as a sum of partial results has no backward"
+    refuse_gradients(reason, out_partial=out_partial, lse_partial=lse_partial, out=out)
+    check_tensor("out_partial", out_partial)
+    check_tensor("lse_partial", lse_partial)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        kind = type(out_dtype).__name__
+        raise TypeError(f"out_dtype: must be a torch.dtype or None, got {kind}")
+    if out is None:
+        return run_combine(out_partial, lse_partial, out_dtype)
+    check_tensor("out", out)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"out_dtype: must be the dtype of out ({out.dtype}), got {out_dtype}")
+    softmax_lse = run_combine_out(out_partial, lse_partial, out)
+    return out, softmax_lse
+
+
+def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
+    """(a tensor or None, one number for every sequence or None)."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return cache_seqlens, None
+    return None, as_index("cache_seqlens", cache_seqlens, "an integer or a tensor")
+
+
+def _refuse_gradients(appends: bool, *tensors: Any) -> None:
+    """Of what is read alone, the backward refuses."""
+    names = (
+        *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink"),
+        *("q_descale", "k_descale", "v_descale"),
+    )
+    given = dict(zip(names, tensors, strict=True))
+    if not appends:
+        refuse_forward_gradients(**given)
+        return
+    reason = "as an append to a cache has no backward (torch.no_grad() says that none is wanted)"
+    refuse_gradients(reason, **given)

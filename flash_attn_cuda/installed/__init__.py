@@ -1,0 +1,1 @@
+"""The extension that is installed, and what its kernels found wrong on a device."""
