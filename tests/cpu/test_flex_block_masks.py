@@ -74,7 +74,7 @@ def test_without_a_mask_mod_there_are_no_bits() -> None:
     assert made.pieces().tolist() == [[[[1, 0, 1], [0, 0, 0], [0, 1, 0]]]]
 
 
-def test_a_full_block_is_visible_whatever_the_mask_mod_says() -> None:
+def test_lists_say_more_than_the_mask_mod() -> None:
     made = BlockSparsity.from_block_mask(
         blocks_of([[0, 1], [1]], [[1], [0]], mask_mod=MASK_MODS["causal"], seq_lengths=(128, 128))
     )
@@ -83,6 +83,8 @@ def test_a_full_block_is_visible_whatever_the_mask_mod_says() -> None:
     expected[64:, 64:] = expected[64:, 64:].tril()
     assert torch.equal(made.to_mask()[0, 0], expected)
     assert made.pieces().tolist() == [[[[2, 1], [1, 2]]]]
+    unlisted = blocks_of([[0], [1]], mask_mod=MASK_MODS["causal"], seq_lengths=(128, 128))
+    assert BlockSparsity.from_block_mask(unlisted).pieces().tolist() == [[[[2, 0], [0, 2]]]]
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cuda import BlockSparsity
+from flash_attn_cuda.masks import sparsity as sparsity_module
 from flash_attn_cuda.masks.lists import pack, pack_rows, unpack
 from tests.cases.harness import DEVICE, captured, no_host_sync
 
@@ -169,7 +171,14 @@ def test_expanded_dimensions_cost_nothing() -> None:
         assert_is(sparsity, expanded)
 
 
-def test_one_row_for_all_queries() -> None:
+def test_one_row_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+
+    def counted(rows_of: Any, extents: Any, seqlen_q: int, *others: int) -> Tensor:
+        packed.append(seqlen_q)
+        return pack_rows(rows_of, extents, seqlen_q, *others)
+
+    monkeypatch.setattr(sparsity_module, "pack_rows", counted)
     row = torch.rand(3, 1, 1, 300) < 0.9
     row[..., 64:192] = True
     row[1, ..., 192:] = False
@@ -177,6 +186,7 @@ def test_one_row_for_all_queries() -> None:
         every = row.expand(-1, -1, queries, -1)
         assert_is(BlockSparsity.from_mask(row, seqlen_q=queries), every)
         assert_is(BlockSparsity.from_mask(every), every)
+    assert packed == [1, 0, 1, 1, 1, 1, 1, 1]  # and an expanded one is no more than one
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 2, 70, 70), (2, 0, 70, 70)])
