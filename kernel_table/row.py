@@ -51,6 +51,7 @@ class Kind(Enum):
     """How the warps of a forward CTA share the work."""
 
     tiles = "tiles"  # each its own queries
+    tall = "tall"  # likewise, for lengths that tiles of more queries fill better
     decode = "decode"  # each its own keys, for tiles of 16 rows
 
 
@@ -227,8 +228,6 @@ class ForwardRow(KernelRow):
     ctas_per_sm: int = of(Kernel.sm90_forward, Kernel.sm80_decode, default=1, planned=True)
     most_causal_seqlen: int = 0
     most_full_seqlen: int = 0
-    most_compared_seqlen: int = of(Kernel.sm90_forward, default=0, planned=True)
-    extra_cost: int = of(Kernel.sm90_forward, default=0, planned=True)
     least_keys_full: int = of(Kernel.sm90_forward, default=0, planned=True)
     least_keys_windowed: int = of(Kernel.sm90_forward, default=0, planned=True)
     columns_per_cta: int = of(Kernel.sm80_forward, Kernel.sm80_jvp, default=0, planned=True)

@@ -29,12 +29,9 @@ from kernel_table.row import NO_FEATURES, Feature, Kernel, entry, tile
 # alternates_probabilities: rows with modified scores gain nothing by it, or find no room (C7514 in
 # pages), nor do short sequences, whose tiles have few steps (with one P instead of two the code is
 # half as long), and at head dim 256 only those over pages gain.
-# "tall": where lengths fill tiles of 256 queries better than those of 192.
+# "tall": where lengths fill tiles of 256 queries better than those of 192 (Kind.tall).
 # "cache": in pages whose size is a multiple of 8, or with keys split; at head dim 64 also for lower
 # tiles. With the code for modified scores plain calls take 2 to 9 % longer.
-# extra_cost: fitted to the calls for which rows change places
-# (benchmarks/results/experiments.md). The ends of tiles are a part of it, so it is no ratio of
-# speeds in long calls.
 
 # fmt: off
 SM90_FORWARD = (
@@ -46,21 +43,19 @@ SM90_FORWARD = (
             # A narrow head and few keys a step leave room for a second CTA on the SM.
             tile({"short": NO_FEATURES}, block_n=64, stages_kv=3, ctas_per_sm=2,
                  producer_registers=32, consumer_registers=104,
-                 most_causal_seqlen=1088, most_full_seqlen=256, most_compared_seqlen=1024,
-                 extra_cost=26),
-            tile({"tall": NO_FEATURES}, block_m=256, block_n=64, num_warps=16,
-                 producer_registers=32, consumer_registers=112,
-                 most_compared_seqlen=4096, extra_cost=-2),
+                 most_causal_seqlen=1088, most_full_seqlen=256),
+            tile({"tall": NO_FEATURES}, kind=Kind.tall, block_m=256, block_n=64, num_warps=16,
+                 producer_registers=32, consumer_registers=112),
             # Three consumer warpgroups leave the producer 32 registers.
             tile({"": NO_FEATURES}, block_m=192, num_warps=12,
                  producer_registers=32, consumer_registers=160),
             tile({"long_modifiers": MODIFIERS}, block_m=192, num_warps=12,
                  producer_registers=32, consumer_registers=160,
-                 least_keys_full=1024, least_keys_windowed=1024, extra_cost=-18),
+                 least_keys_full=1024, least_keys_windowed=1024),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT},
                  consumer_registers=200, drawing_registers=72, drops_turns=True),
-            tile({"cache": OF_A_CACHE}, alternates_probabilities=True, extra_cost=40),
+            tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
             tile({"cache_modifiers": CACHE_MODIFIERS}),
             tile({"sparse": LISTS, "bias": BIAS}, alternates_probabilities=True),
             tile({"e4m3": E4M3_CACHE}, producer_registers=88, consumer_registers=208),
@@ -74,7 +69,7 @@ SM90_FORWARD = (
             tile({"long": NO_FEATURES, "long_modifiers": MODIFIERS},
                  block_m=192, block_n=96, num_warps=12,
                  producer_registers=32, consumer_registers=160,
-                 least_keys_full=1536, least_keys_windowed=1024, extra_cost=-18),
+                 least_keys_full=1536, least_keys_windowed=1024),
             tile({"": NO_FEATURES}, alternates_probabilities=True),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),
@@ -90,7 +85,7 @@ SM90_FORWARD = (
             # a pair, for less energy; and where tiles are long their coarser grid does not count.
             tile({"long": NO_FEATURES}, block_m=192, block_n=80, num_warps=12,
                  producer_registers=32, consumer_registers=160,
-                 least_keys_full=8192, least_keys_windowed=4096, extra_cost=-18),
+                 least_keys_full=8192, least_keys_windowed=4096),
             tile({"": NO_FEATURES}, alternates_probabilities=True),
             tile({"alibi": ALIBI}),
             tile({"dropout": MODIFIERS | DROPOUT}, consumer_registers=200, drawing_registers=72),

@@ -60,8 +60,7 @@ def lengths(row: KernelRow) -> str:
     """Those that the row is for, whatever other rows there are; "" where it is for all."""
     most = [getattr(row, f"most_{mask}_seqlen", 0) for mask in ("full", "causal")]
     least = [getattr(row, f"least_keys_{mask}", 0) for mask in ("full", "windowed")]
-    compared = [getattr(row, "most_compared_seqlen", 0)] * 2
-    bounds = {"up to": most, "by cost up to": compared, "from": least}
+    bounds = {"up to": most, "from": least}
     return ", ".join(f"{word} {without_and_with_mask(x)}" for word, x in bounds.items() if any(x))
 
 

@@ -57,9 +57,10 @@ constexpr bool can_keep_rounding(FeatureSet features) {
   return !reads_e4m3(features) && !has_tangents(features);
 }
 
-// tiles: a CTA's warps share the queries of a tile. decode: they share the keys, for tiles of 16
-// rows.
-enum class ForwardKind : std::uint8_t { tiles, decode };
+// tiles: a CTA's warps share the queries of a tile. tall: likewise, of more queries, for calls
+// whose lengths they fill better (host/choose_forward.cpp). decode: they share the keys, for tiles
+// of 16 rows.
+enum class ForwardKind : std::uint8_t { tiles, tall, decode };
 
 enum class KernelFamily : std::uint8_t { sm80, sm90 };
 
@@ -82,14 +83,9 @@ struct ForwardConfig {
   // keys are split for, up to 3.
   int ctas_per_sm = 1;
   // The longest sequences, in queries or keys, that it is always chosen for, under a right bound
-  // and without, and the longest that it may be chosen for by its cost (host/choose_forward.cpp).
-  // All 0: any call.
+  // and without; for some that are longer a plan may (host/choose_forward.cpp). Both 0: any call.
   int most_causal_seqlen;
   int most_full_seqlen;
-  int most_compared_seqlen = 0;
-  // What a pair of a padded tile counts in that cost beside one of the row for any length: so many
-  // hundredths more.
-  int extra_cost = 0;
   // Keys that a query sees, on average, in the calls that it is for, at least; without a window and
   // with one.
   int least_keys_full = 0;

@@ -85,76 +85,90 @@ bool wants_splits(const ForwardParams& params, const ForwardConfig& row, const D
          most_keys_of_tile(params, row.block_m) >= least_keys_of_tile;
 }
 
-bool is_for_short_calls(const ForwardConfig& row) {
-  return row.most_causal_seqlen > 0 || row.most_full_seqlen > 0;
-}
-
-bool is_for_any_length(const ForwardConfig& row) {
-  return !is_for_short_calls(row) && row.most_compared_seqlen == 0 && row.least_keys_full == 0 &&
-         row.least_keys_windowed == 0;
-}
-
-// The time that a call takes in an sm90 row, about: rounds of the device, times the pairs of a
-// padded tile, times what the row takes for a pair. CTAs that share an SM take twice as long, but
-// leave out warpgroups without queries and most of a short last step.
-double cost_of(const ForwardParams& params, const ForwardConfig& row, const DeviceInfo& device) {
-  constexpr int warpgroup_rows = 64;
-  const bool shares_sm = row.ctas_per_sm > 1;
-  const std::int64_t ctas = std::int64_t{device.num_sms} * row.ctas_per_sm;
-  const std::int64_t rounds = ceil_div(most_tiles(params, row), ctas) * row.ctas_per_sm;
-  const int unit = shares_sm ? warpgroup_rows : row.block_m;
-  const int queries = ceil_div(params.shape.seqlen_q, unit) * unit;
-  const int tiles = std::max(1, ceil_div(params.shape.seqlen_q, row.block_m));
-  const int keys = most_keys_of_tile(params, row.block_m);
-  const int end = keys % row.block_n;
-  const bool is_narrow = shares_sm && end <= narrow_step_keys;
-  const int last_step = end == 0 ? 0 : is_narrow ? narrow_step_keys : row.block_n;
-  const double pairs = static_cast<double>(queries) / tiles * (keys - end + last_step);
-  return static_cast<double>(rounds) * pairs * (100 + row.extra_cost);
-}
-
-// Whether a row may be chosen instead of the first that covers a call. Higher tiles have to pad the
-// queries no further, and with few keys lower ones gain nothing.
-bool is_compared(const ForwardParams& params, const ForwardConfig& row,
-                 const ForwardConfig& first) {
-  const auto padded_queries = [&](const ForwardConfig& config) {
-    return std::int64_t{ceil_div(params.shape.seqlen_q, config.block_m)} * config.block_m;
-  };
-  if (row.family != first.family || row.head_dim != first.head_dim ||
-      row.head_dim_v != first.head_dim_v)
+// The plain row of a narrow head has tiles of more queries than that over caches, and a row for
+// long calls than the usual one. If those of fewer need no more rounds of the device, each is
+// shorter.
+bool wants_lower_tiles(const ForwardParams& params, const ForwardConfig& plain,
+                       const ForwardConfig& lower, const DeviceInfo& device) {
+  if (is_packed(params.sequences) || params.split.batch_invariant ||
+      plain.block_m <= lower.block_m ||
+      most_keys_of_tile(params, lower.block_m) < least_keys_of_tile)
     return false;
-  if (row.block_m > first.block_m) return padded_queries(row) <= padded_queries(first);
-  return row.block_m == first.block_m || row.most_compared_seqlen > 0 ||
-         most_keys_of_tile(params, row.block_m) >= least_keys_of_tile;
+  const auto rounds = [&](const ForwardConfig& row) {
+    return ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
+  };
+  return rounds(lower) <= rounds(plain);
 }
 
-// The row of a call that neither decodes nor splits: the first that covers it, if that is for such
-// lengths or the host does not know the tiles, else that of the least cost. The bits of such a call
-// may depend on the number of its heads. over_cache: the row that could split, or null.
-const ForwardInstance& choose_tiles(const ForwardParams& params, KernelRequest request,
-                                    const ForwardInstance& first, const ForwardInstance* over_cache,
+// Whether a row of tall tiles pads the queries no further than the plain one, in rounds of the
+// device over padded keys that take about as long or less. Longer calls, and those of which a
+// window hides most, are better off with the plain row (benchmarks/results/experiments.md); lengths
+// that the host does not know are not looked at. As with lower tiles, the bits of such a call may
+// depend on the number of its heads.
+bool wants_tall_tiles(const ForwardParams& params, const ForwardConfig& plain,
+                      const ForwardConfig& tall, const DeviceInfo& device) {
+  constexpr int longest = 4096;
+  constexpr double about_as_long = 1.02;
+  const AttentionShape& shape = params.shape;
+  const bool is_plain = plain.most_causal_seqlen == 0 && plain.most_full_seqlen == 0;
+  if (!is_plain || plain.head_dim != tall.head_dim || plain.head_dim_v != tall.head_dim_v ||
+      is_packed(params.sequences) || params.split.batch_invariant ||
+      params.window.left != Window::unbounded || std::max(shape.seqlen_q, shape.seqlen_k) > longest)
+    return false;
+  const auto padded_queries = [&](const ForwardConfig& row) {
+    return std::int64_t{ceil_div(shape.seqlen_q, row.block_m)} * row.block_m;
+  };
+  const auto length = [&](const ForwardConfig& row) {  // of the rounds
+    const std::int64_t rounds = ceil_div(most_tiles(params, row), std::int64_t{device.num_sms});
+    const int steps = ceil_div(shape.seqlen_k, row.block_n);
+    return static_cast<double>(rounds * row.block_m) * (steps * row.block_n);
+  };
+  return padded_queries(tall) <= padded_queries(plain) &&
+         length(tall) <= about_as_long * length(plain);
+}
+
+// Pairs of a head for which steps of so many queries and keys take time, if up to narrow_keys at
+// the end of a sequence are a step of as many; 0: none are.
+std::int64_t padded_pairs(const AttentionShape& shape, int queries, int keys, int narrow_keys) {
+  const std::int64_t padded_queries = std::int64_t{ceil_div(shape.seqlen_q, queries)} * queries;
+  const int end = shape.seqlen_k % keys;
+  const int last_step = end == 0 ? 0 : end <= narrow_keys ? narrow_keys : keys;
+  return padded_queries * (shape.seqlen_k - end + last_step);
+}
+
+// A row for short sequences may have smaller steps, in which warps without queries do little. That
+// makes it the faster one for somewhat longer sequences too, where their ends would fill little of
+// the plain row's steps (docs/forward_sm90.md). As with lower tiles, the bits of such a call may
+// depend on the number of its heads. usual: the plain row, or that of tall tiles.
+bool wants_smaller_steps(const ForwardParams& params, const ForwardConfig& plain,
+                         const ForwardConfig& usual, const ForwardConfig& short_row,
+                         const DeviceInfo& device) {
+  constexpr int longest = 1024;
+  constexpr int warpgroup_rows = 64;
+  // Of the plain row's pairs 577 has 0.77, 800 0.805; of tall tiles' 577 has 0.77, 640 0.83.
+  constexpr double share_that_pays = 0.78;
+  const AttentionShape& shape = params.shape;
+  if (short_row.block_n >= plain.block_n || !params.window.is_full() ||
+      is_packed(params.sequences) || params.split.batch_invariant ||
+      std::max(shape.seqlen_q, shape.seqlen_k) > longest ||
+      most_tiles(params, plain) < device.num_sms)
+    return false;
+  return padded_pairs(shape, warpgroup_rows, short_row.block_n, narrow_step_keys) <=
+         share_that_pays * padded_pairs(shape, usual.block_m, usual.block_n, 0);
+}
+
+// The row of a call that neither decodes nor splits. One for long calls has higher tiles; where
+// lower ones need no more rounds of the device, it is the usual row.
+const ForwardInstance& select_plain(const ForwardParams& params, const KernelRequest& request,
                                     const DeviceInfo& device,
                                     std::span<const ForwardInstance* const> instances) {
-  if (is_for_short_calls(first.config) || is_packed(params.sequences) ||
-      params.split.batch_invariant)
-    return first;
-  const ForwardInstance* chosen = &first;
-  double least = cost_of(params, first.config, device);
-  const auto compare = [&](const ForwardInstance& other) {
-    if (!is_compared(params, other.config, first.config)) return;
-    const double cost = cost_of(params, other.config, device);
-    if (cost < least) chosen = &other;
-    least = std::min(least, cost);
-  };
-  // A left bound hides most keys of rows that are for some lengths alone.
-  request.compares_costs = params.window.left == Window::unbounded;
-  for (const ForwardInstance* other : instances) {
-    if (!covers(*other, request, device)) continue;
-    compare(*other);
-    if (is_for_any_length(other->config)) break;  // those behind it have code for other calls
-  }
-  if (over_cache != nullptr) compare(*over_cache);
-  return *chosen;
+  const ForwardInstance& row = select_instance(instances, request, device);
+  KernelRequest of_any_length = request;
+  of_any_length.keys_per_query = 0;
+  const ForwardInstance* usual = find_instance(instances, of_any_length, device);
+  const bool prefers_usual = usual != nullptr && usual != &row &&
+                             wants_lower_tiles(params, row.config, usual->config, device);
+  return prefers_usual ? *usual : row;
 }
 
 KernelRequest request_of(const ForwardParams& params, const TensorExtents& extents) {
@@ -217,14 +231,28 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
     if (decode != nullptr) return *decode;
   }
   request.kind = ForwardKind::tiles;
-  const ForwardInstance& first = select_instance(instances, request, device);
-  if (!stays_on_sm(first.config)) return first;
-  KernelRequest splitting = request;
-  splitting.features |= feature::split_kv;
-  const ForwardInstance* over_cache = find_instance(instances, splitting, device);
-  const bool splits = over_cache != nullptr && over_cache->config.family == KernelFamily::sm90 &&
-                      wants_splits(params, over_cache->config, device);
-  return splits ? *over_cache : choose_tiles(params, request, first, over_cache, device, instances);
+  const ForwardInstance& plain = select_plain(params, request, device, instances);
+  if (!stays_on_sm(plain.config)) return plain;
+  KernelRequest tall_request = request;
+  tall_request.kind = ForwardKind::tall;
+  const ForwardInstance* tall = find_instance(instances, tall_request, device);
+  const bool prefers_tall =
+      tall != nullptr && wants_tall_tiles(params, plain.config, tall->config, device);
+  KernelRequest short_request = request;
+  short_request.seqlen = 1;  // whatever the length
+  const ForwardInstance* short_row = find_instance(instances, short_request, device);
+  if (short_row != nullptr && short_row != &plain &&
+      wants_smaller_steps(params, plain.config, prefers_tall ? tall->config : plain.config,
+                          short_row->config, device))
+    return *short_row;
+  if (prefers_tall) return *tall;
+  request.features |= feature::split_kv;
+  const ForwardInstance* over_cache = find_instance(instances, request, device);
+  const bool prefers_cache_row =
+      over_cache != nullptr && over_cache->config.family == KernelFamily::sm90 &&
+      (wants_splits(params, over_cache->config, device) ||
+       wants_lower_tiles(params, plain.config, over_cache->config, device));
+  return prefers_cache_row ? *over_cache : plain;
 }
 
 int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t ctas,

@@ -27,10 +27,8 @@ bool has_enough_keys(const Config& config, const KernelRequest& request) {
 }
 
 bool serves(const ForwardConfig& config, const KernelRequest& request) {
-  const bool serves_any = config.most_causal_seqlen == 0 && config.most_full_seqlen == 0 &&
-                          config.most_compared_seqlen == 0;
-  int most = request.is_causal ? config.most_causal_seqlen : config.most_full_seqlen;
-  if (request.compares_costs) most = std::max(most, config.most_compared_seqlen);
+  const bool serves_any = config.most_causal_seqlen == 0 && config.most_full_seqlen == 0;
+  const int most = request.is_causal ? config.most_causal_seqlen : config.most_full_seqlen;
   return config.kind == request.kind && (serves_any || (most > 0 && request.seqlen <= most)) &&
          has_enough_keys(config, request);
 }
@@ -73,8 +71,7 @@ bool suits(const Config& config, const KernelRequest& request) {
 }
 
 template <class Instance>
-bool covers_request(const Instance& instance, const KernelRequest& request,
-                    const DeviceInfo& device) {
+bool covers(const Instance& instance, const KernelRequest& request, const DeviceInfo& device) {
   const auto& config = instance.config;
   return serves(config, request) && config.dtype == request.dtype &&
          config.head_dim >= request.head_dim && config.head_dim_v >= request.head_dim_v &&
@@ -114,17 +111,12 @@ template <class Instance>
 const Instance* first_that_covers(std::span<const Instance* const> instances,
                                   const KernelRequest& request, const DeviceInfo& device) {
   for (const Instance* instance : instances) {
-    if (covers_request(*instance, request, device)) return instance;
+    if (covers(*instance, request, device)) return instance;
   }
   return nullptr;
 }
 
 }  // namespace
-
-bool covers(const ForwardInstance& instance, const KernelRequest& request,
-            const DeviceInfo& device) {
-  return covers_request(instance, request, device);
-}
 
 const ForwardInstance* find_instance(std::span<const ForwardInstance* const> instances,
                                      const KernelRequest& request, const DeviceInfo& device) {

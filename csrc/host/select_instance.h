@@ -15,21 +15,16 @@ struct KernelRequest {
   int head_dim_v;
   ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
-  int seqlen = 0;               // queries or keys of a sequence, of a forward
-  bool compares_costs = false;  // rows are asked for that may be chosen by their cost
-  int keys_per_query = 0;       // that one sees on average
-  bool is_causal = false;       // a right bound makes tiles uneven
+  int seqlen = 0;          // queries or keys of a sequence, of a forward
+  int keys_per_query = 0;  // that one sees on average
+  bool is_causal = false;  // a right bound makes tiles uneven
   bool fp32_results = false;
   bool suits_sm90 = false;  // sm90 kernels can read the tensors, and scale is not negative
 };
 
-// Whether an instance has the dtype, buckets at least as wide as head_dim and head_dim_v, a mask
-// that covers the requested one (windowed covers full), every feature, and a family and shared
-// memory that the device can run on these tensors, and is for such lengths.
-bool covers(const ForwardInstance& instance, const KernelRequest& request,
-            const DeviceInfo& device);
-
-// The first instance, in the order given, that covers the request. Throws Error with the request
+// The first instance, in the order given, that has the dtype, buckets at least as wide as head_dim
+// and head_dim_v, a mask that covers the requested one (windowed covers full), every feature, and a
+// family and shared memory that the device can run on these tensors. Throws Error with the request
 // and the names of what there is when none does.
 const ForwardInstance& select_instance(std::span<const ForwardInstance* const> instances,
                                        const KernelRequest& request, const DeviceInfo& device);

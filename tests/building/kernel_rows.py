@@ -84,13 +84,10 @@ TABLE = [
 ]
 
 
-def most_seqlen(row: KernelRow) -> tuple[int, ...]:
-    """Under a right bound, without, and where costs are compared; of a row that serves any call,
-    more than there can be.
-    """
-    most = ("most_causal_seqlen", "most_full_seqlen", "most_compared_seqlen")
-    bounds = tuple(getattr(row, name) for name in most if isinstance(row, ForwardRow))
-    return bounds if any(bounds) else (1 << 31,) * len(most)
+def most_seqlen(row: KernelRow) -> tuple[int, int]:
+    """Under a right bound and without; of a row that serves any call, more than there can be."""
+    most = (row.most_causal_seqlen, row.most_full_seqlen) if isinstance(row, ForwardRow) else ()
+    return most if any(most) else (1 << 31, 1 << 31)
 
 
 def least_keys(row: KernelRow) -> tuple[int, int]:

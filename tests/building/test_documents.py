@@ -77,13 +77,11 @@ def test_rows_that_differ_in_dtype_head_dim_and_shared_memory_share_a_line() -> 
     wide = replace(SM90_ROW, head_dim=192, head_dim_v=128)
     of_others = replace(long, head_dim=256, least_keys_full=512, least_keys_windowed=512)
     fp16 = replace(SM90_ROW, dtype=Dtype.fp16)
-    tall = replace(SM90_ROW, variant="tall", most_compared_seqlen=4096)
     of_small_gpus = replace(DROPOUT_ROW, head_dim=256, variant="dropout_smem99k")
-    rows = [SHORT_ROW, ROW, long, of_others, tall, SM90_ROW, fp16, wide, DROPOUT_ROW, of_small_gpus]
+    rows = [SHORT_ROW, ROW, long, of_others, SM90_ROW, fp16, wide, DROPOUT_ROW, of_small_gpus]
     assert kernel_docs.table(rows).split("\n")[2:] == [
         "|`sm90/forward`|`short`|128| |up to 0 full, 1,000 masked|",
         "| |`long`|128, 256| |128: from 2,048 full, 1,024 masked; 256: from 512|",
-        "| |`tall`|128| |by cost up to 4,096|",
         "| |`plain`|128, 192/128| | |",
         "| |`dropout`|128; smem99k: 256|dropout| |",
         "|`sm80/forward`|`plain`|128| | |",

@@ -121,7 +121,7 @@ std::vector<KernelRequest> requests(std::span<const Instance* const> table) {
   FeatureSet of_rows = 0;
   for (const Instance* instance : table) of_rows |= instance->config.features;
   std::vector kinds{ForwardKind::tiles};
-  if (of_forward) kinds.push_back(ForwardKind::decode);
+  if (of_forward) kinds.insert(kinds.end(), {ForwardKind::tall, ForwardKind::decode});
   std::vector<KernelRequest> all;
   for (const int head_dim : {32, 40, 64, 96, 128, 192, 256, 512})
     for (const int head_dim_v : {head_dim, 256})

@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 
 from kernel_table.all_rows import ALL_ROWS, BACKWARD_ROWS, FORWARD_ROWS
-from kernel_table.row import BackwardRow, Dtype, Family, Feature, ForwardRow, Pass
+from kernel_table.row import BackwardRow, Dtype, Family, Feature, ForwardRow, Kind, Pass
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 SM90_ROWS = [row for row in ALL_ROWS if row.family is Family.sm90]
-BF16_ROWS = [row for row in SM90_ROWS if row.dtype is Dtype.bf16]
+# Without the tall tiles, a kind that only some calls ask for.
+BF16_ROWS = [
+    row
+    for row in SM90_ROWS
+    if row.dtype is Dtype.bf16 and getattr(row, "kind", None) is not Kind.tall
+]
 SOFTCAP, ALIBI, DROPOUT = Feature.softcap, Feature.alibi, Feature.dropout
 PLAIN, MODIFIERS = Feature(0), SOFTCAP | ALIBI
 ANY_LENGTH = 1 << 20
@@ -162,3 +167,9 @@ def test_rows_of_narrow_values_say_so_and_are_of_sm90() -> None:
         assert f"_hd{row.head_dim}_dv{row.value_dim}_" in row.name
         twins = [replace(row, head_dim_v=None), replace(row, head_dim_v=64)]
         assert all(row.tile != twin.tile for twin in twins)
+
+
+def test_tiles_are_tall_where_their_kind_says_so() -> None:
+    for row in SM90_ROWS:
+        if isinstance(row, ForwardRow):
+            assert row.kind is (Kind.tall if row.block_m == 256 else Kind.tiles)

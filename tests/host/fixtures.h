@@ -116,11 +116,6 @@ inline ForwardInstance sm90_instance(const char* name, int head_dim, int block_m
   return instance;
 }
 
-inline ForwardInstance with_extra_cost(ForwardInstance instance, int extra_cost) {
-  instance.config.extra_cost = extra_cost;
-  return instance;
-}
-
 inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKind mask,
                                           int block_m = 64, int block_n = 128,
                                           FeatureSet features = feature::deterministic) {
@@ -234,9 +229,7 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         sm90_instance("sm90_hd128_sparse", 128, 128, 0, feature::block_sparse),
         sm90_instance("sm90_hd64_bias", 64, 128, 0, feature::bias),
         sm90_instance("sm90_hd128_bias", 128, 128, 0, feature::bias),
-        with_extra_cost(
-            sm90_instance("sm90_hd64_cache", 64, 128, 0, feature::paged_kv | feature::split_kv),
-            40),
+        sm90_instance("sm90_hd64_cache", 64, 128, 0, feature::paged_kv | feature::split_kv),
         sm90_instance("sm90_hd128_cache", 128, 128, 0, feature::paged_kv | feature::split_kv),
         sm90_instance("sm90_hd128_cache_modifiers", 128, 128, 0,
                       feature::softcap | feature::alibi | feature::paged_kv | feature::split_kv),

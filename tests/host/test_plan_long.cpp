@@ -22,7 +22,6 @@ std::string forward_row(const AttentionShape& shape, const Window& window, Chang
   ForwardInstance high = sm90_instance("long", 128, 192);
   high.config.least_keys_full = 8000;
   high.config.least_keys_windowed = 6000;
-  high.config.extra_cost = -18;
   const InstanceList<ForwardInstance> table(
       {high, sm90_instance("usual", 128),
        sm90_instance("cache", 128, 128, 0, feature::paged_kv | feature::split_kv)});
