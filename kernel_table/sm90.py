@@ -13,7 +13,7 @@ from kernel_table.features import (
     OF_A_CACHE,
     ORDERED,
 )
-from kernel_table.row import NO_FEATURES, Feature, Kernel, entry, tile
+from kernel_table.row import NO_FEATURES, Feature, Kernel, Kind, entry, tile
 
 # sm90 forward ------------------------------------------------------------------------------------
 # A warp multiplies 16 queries, of two to four warpgroups. Stages: as many as fit, up to 4; the
