@@ -73,6 +73,8 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
     sizes: dict[Any, Any] = {"B": batch, "Hq": HEADS, "Hk": KEY_HEADS}
     arrays: dict[str, Layout] = {}
     for name, shapes, _ in ARRAYS:
+        if shapes == (("...",),):
+            continue
         allowed = [tuple(sizes.get(x, WHOLE) for x in shape) for shape in shapes]
         if ("tokens",) in shapes:
             allowed[shapes.index(("tokens",))] = entries[:-1]

@@ -728,7 +728,7 @@ WRONG: tuple[tuple[bool, dict[str, Any], type[Exception], str], ...] = (
     (False, {"mask_bits": ints(2, 1, 7, 3)}, ValueError,
      "mask_bits: must have shape (2 or 1, 4 or 1, 7, 4), got (2, 1, 7, 3)"),
     (True, {"mask_bits": ints(2, 1, 7, 8)}, ValueError,
-     "mask_bits: must have the rows and words of 1 x 1 tiles, got shape (2, 1, 7, 8)"),
+     "mask_bits: must have the rows and words of block_rows, (2, 1, 1, 3), got shape (2, 1, 7, 8)"),
     (False, {"bias": torch.zeros(4, 7, 9).double()}, ValueError,
      "bias: must have shape (2 or 1, 4 or 1, 7 or 1, 9), got (4, 7, 9)"),
     (False, {"bias": torch.zeros(1, 1, 1, 9).half()}, TypeError, "bias: dtype must be torch.float"),
