@@ -144,6 +144,15 @@ def test_keys_of_flash_attention_4(window: Window, causal: bool) -> None:
     assert (out[0, :, 0, :5] > 0).double().tolist() == wanted
     assert lse is not None
     torch.testing.assert_close(lse[0, 0], torch.tensor(wanted).double().sum(1).log())
+    sink = torch.tensor([0.5])  # which rows of no key have too
+    options: dict[str, Any] = {"causal": causal, "window_size": window, "learnable_sink": sink}
+    options["return_lse"] = True
+    _, with_sink = fa4.flash_attn_func(q, k, v, **options)
+    bounds = {"cu_seqlens_q": int32("cpu", 0, 3), "cu_seqlens_k": int32("cpu", 0, 5)}
+    _, of_packed = fa4.flash_attn_varlen_func(q[0], k[0], v[0], **bounds, **options)
+    assert with_sink is not None and of_packed is not None
+    torch.testing.assert_close(with_sink[0], lse[0].logaddexp(sink.double()))
+    torch.testing.assert_close(of_packed, with_sink[0])
     ends = bands.ends_of_flash_attention_4(causal, window)
     assert visible(ends, 3, 5).double().tolist() == wanted
 
