@@ -45,6 +45,7 @@ MUSTS = {
     "check_tensors": ("OF_TENSORS", "OF_VALUES"),
     "check_e4m3_tensors": ("OF_E4M3",),
     "check_cuda_tensors": ("OF_CUDA",),
+    "check_bounds": ("OF_BOUNDS",),
     "check_batch": ("OF_BATCH",),
     "check_sizes_of_arrays": ("OF_ARRAYS",),
     "check_sizes_of_pairs": ("OF_PAIRS",),

@@ -135,18 +135,6 @@ void check_read_in_place(const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(!tensor.is_neg(), name, ": must not be a negated view");
 }
 
-std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
-                                   const at::Tensor& q) {
-  check_place(name, cu_seqlens, {at::kInt}, q);
-  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1, name,
-                    ": must have shape (batch + 1,), got ", cu_seqlens.sizes());
-  TORCH_CHECK_VALUE(cu_seqlens.is_contiguous(), name, ": must be contiguous, got strides ",
-                    cu_seqlens.strides());
-  TORCH_CHECK_VALUE(cu_seqlens.size(0) <= max_size, name, ": must have at most ", max_size,
-                    " entries, got ", cu_seqlens.size(0));
-  return cu_seqlens.size(0) - 1;
-}
-
 void check_rng_state(const at::Tensor& rng_state, double p_dropout, const at::Tensor& q) {
   if (p_dropout > 0.0) check_array("rng_state", rng_state, {2}, at::kLong, q);
 }

@@ -99,10 +99,6 @@ void check_16_or_32_bits(const char* name, at::ScalarType dtype);
 // Kernels read such a tensor where it lies: it is never copied.
 void check_read_in_place(const char* name, const at::Tensor& tensor);
 
-// The number of sequences of an int32 (batch + 1) tensor. B = 0 has one entry.
-std::int64_t checked_num_sequences(const char* name, const at::Tensor& cu_seqlens,
-                                   const at::Tensor& q);
-
 // int64 (2), which nothing reads without dropout.
 void check_rng_state(const at::Tensor& rng_state, double p_dropout, const at::Tensor& q);
 

@@ -22,9 +22,12 @@ constexpr std::int64_t most_margin = 1 << 16;  // of multiprocessors: more than 
 
 // -- lengths --------------------------------------------------------------------------------------
 
-std::int64_t checked_batch(const AttentionCall& call) {
-  if (!is_packed(call)) return call.q.size(0);
-  return checked_num_sequences("cu_seqlens_q", call.cu_seqlens_q, call.q);
+std::int64_t checked_batch(const AttentionCall& call, const ArgumentNames& names) {
+  const at::Tensor& bounds = call.cu_seqlens_q;
+  if (bounds.defined()) check_array("cu_seqlens_q", bounds, bounds.sizes(), at::kInt, call.q);
+  check_bounds(call, names);
+  if (bounds.defined()) check_sizes("cu_seqlens_q", bounds);
+  return batch_of(call);
 }
 
 // A sequence that names no entry of a cache has none.
@@ -98,7 +101,7 @@ AttentionCall checked_description(AttentionCall call, Pass pass, const ArgumentN
     check_read_in_place(names.k, call.k);
     check_read_in_place(names.v, call.v);
   }
-  const std::int64_t batch = checked_batch(call);
+  const std::int64_t batch = checked_batch(call, names);
   check_batch(call, names);
   check_arrays(call, names);
   check_sizes_of_arrays(call, names);

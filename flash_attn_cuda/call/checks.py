@@ -88,7 +88,8 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
         check_holds(rules.OF_E4M3, names, call)
     check_rules(rules.OF_CALL, names, call)
     if call.is_packed():
-        lengths.check_cu_seqlens(names.cu_seqlens_q, call.cu_seqlens_q, q)
+        tensors.check_place(names.cu_seqlens_q, call.cu_seqlens_q, torch.int32, q, names.q)
+    check_holds(rules.OF_BOUNDS, names, call)
     check_holds(rules.OF_BATCH, names, call)
     _check_arrays(call, names)
     check_holds(rules.OF_ARRAYS, names, call)

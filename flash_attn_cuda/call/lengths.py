@@ -11,19 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensors import as_index, check_place, check_tensor
+from .tensors import as_index
 
 MOST_BOUND_WITH_ORIGIN = 2**29 - 1  # of a window; larger ones are none
 MOST_FIRST = 2**30
 ORIGIN_STEP = 16  # queries and keys that dropout decides about together
-
-
-def check_cu_seqlens(name: str, tensor: Any, q: Tensor) -> None:
-    """Raise unless `tensor` is (batch + 1,), int32, on the device of q."""
-    check_tensor(name, tensor)
-    if tensor.dim() != 1 or tensor.shape[0] < 1:
-        raise ValueError(f"{name}: must have shape (batch + 1,), got {tuple(tensor.shape)}")
-    check_place(name, tensor, torch.int32, q)
 
 
 def check_splits(num_splits: Any, batch_invariant: Any = False) -> int:

@@ -215,12 +215,13 @@ OF_TENSORS = (
          f"{_HEAD_DIM} must be that of {{q}} ({{head_dim}}), got {{head_dim_k}}"),
     Must("v", lambda call: 1 <= call.head_dim_v() <= MAX_HEAD_DIM,
          f"{_HEAD_DIM_V} {_RANGE} {{head_dim_v}}"),
-    Must("k", lambda call: call.entries() == call.batch(),
-         "batch must be that of {q} ({batch}), got {entries}", "is_dense"),
 )  # fmt: skip
+# As quantize_kv checks them too.
 OF_VALUES = (
     Must("v", lambda call: call.v.shape[:-1] == call.k.shape[:-1],
          "must have the shape of {k} but for the last dimension, {k.shape}, got {v.shape}"),
+    Must("k", lambda call: call.entries() == call.batch(),
+         "batch must be that of {q} ({batch}), got {entries}", "is_dense"),
 )  # fmt: skip
 # Of e4m3.
 OF_E4M3 = (
@@ -236,7 +237,12 @@ OF_CUDA = (
     Must("v", lambda call: call.head_dim_v() % 8 == 0,
          f"{_HEAD_DIM_V} must be a multiple of 8 on CUDA, got {{head_dim_v}}", "not over_cache"),
 )  # fmt: skip
-# Once it is known how many sequences there are.
+# Before it is known how many sequences there are, and then.
+OF_BOUNDS = (
+    Must("cu_seqlens_q", lambda call:
+         call.cu_seqlens_q.dim() == 1 and call.cu_seqlens_q.shape[0] >= 1,
+         "must have shape (batch + 1,), got {cu_seqlens_q.shape}", "is_packed"),
+)  # fmt: skip
 OF_BATCH = (
     Must("max_seqlen_q", lambda call:
          call.max_seqlen_q == 0 or call.max_seqlen_q == call.q.shape[1],
@@ -254,11 +260,11 @@ OF_BATCH = (
 )  # fmt: skip
 # Of arrays, which have their dtypes.
 OF_ARRAYS = (
+    Must("block_table", lambda call: call.cache_batch_idx is not None
+         or (call.block_table.dim() == 2 and call.block_table.shape[0] == call.batch()),
+         "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),
     Must("block_table", lambda call: call.block_table.dim() == 2,
          "must have shape (batch, max_pages), got {block_table.shape}", "block_table"),
-    Must("block_table", lambda call:
-         call.cache_batch_idx is not None or call.block_table.shape[0] == call.batch(),
-         "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),
     Must("k", lambda call: call.k.shape[1] >= 1,
          "pages must have at least one row, got shape {k.shape}", "block_table"),
     Must("k_descale", lambda call: call.k_descale.dim() == 3,

@@ -147,7 +147,7 @@ BAD_PACKED = {
     "table shape": (
         packed(**{**PAGES, "block_table": int32(1, 2, 3)}),
         ValueError,
-        r"^block_table: must have shape \(batch, max_pages\), got \(3,\)",
+        r"^block_table: must have shape \(3, max_pages\)",
     ),
     "page size": (
         packed(**{**PAGES, "k": zeros(6, 0, 2, 8), "v": zeros(6, 0, 2, 8)}),
@@ -332,7 +332,7 @@ BAD_CACHES = {
     "table": (
         paged(block_table=int32(0, 1)),
         ValueError,
-        r"^block_table: must have shape \(batch, max_pages\), got \(2,\)",
+        r"^block_table: must have shape \(2, max",
     ),
     "page": (
         paged(cache_seqlens=int32(4, 4)),

@@ -322,12 +322,12 @@ def test_packed_sequences_of_e4m3(
 
 
 def test_packed_keys_behind_one_length() -> None:
-    """Sequences have different lengths then; the bounds of new keys may be those of queries."""
+    """Sequences have different lengths then."""
     q, k, v = packed_inputs()[0], *dense_inputs()[1:]
     keys = {f"{name}_new": x for name, x in new_keys(TOTAL).items()}
     bounds = PACKED["cu_seqlens_q"]
-    call = AttentionCall(q, k, v, cu_seqlens_q=bounds, over_cache=True, seqlen_k=0, **keys)
-    told, _ = described(call)
+    keys |= {"cu_seqlens_q": bounds, "cu_seqlens_k_new": bounds}
+    told, _ = described(AttentionCall(q, k, v, over_cache=True, seqlen_k=0, **keys))
     assert told["seqlen_k"] is None and told["cu_seqlens_k_new"] is bounds
     assert torch.equal(told["seqused_k"], integers(0, 0))
 

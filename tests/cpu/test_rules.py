@@ -157,12 +157,16 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
          "k: last dimension (head_dim) must be that of q (16), got 8"),
         (PAGED, {"v": zeros(5, 8, 2, 0)},
          "v: last dimension (head_dim_v) must be from 1 to 512, got 0"),
-        (ONE_LENGTH, {"k": zeros(3, 10, 2, 16)}, "k: batch must be that of q (2), got 3"),
     ),
     "OF_VALUES": (
         (CACHE, {"v": zeros(2, 9, 2, 16)},
          "v_cache: must have the shape of k_cache but for the last dimension, (2, 10, 2, 16), got "
          "(2, 9, 2, 16)"),
+        (ONE_LENGTH, {"k": zeros(3, 10, 2, 16)}, "k: batch must be that of q (2), got 3"),
+    ),
+    "OF_BOUNDS": (
+        (PACKED, {"cu_seqlens_q": integers(0)},
+         "cu_seqlens_q: must have shape (batch + 1,), got (0,)"),
     ),
     "OF_E4M3": (
         (fp8(PACKED), {"q": zeros(6, 4, 24), "k": zeros(20, 2, 24, dtype=E4M3)},
@@ -180,10 +184,10 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
          "k_cache: batch must be that of q (2) without cache_batch_idx, got 3"),
     ),
     "OF_ARRAYS": (
-        (PAGED, {"block_table": integers(2)},
-         "block_table: must have shape (batch, max_pages), got (2,)"),
         (PAGED, {"block_table": integers(3, 3)},
          "block_table: must have shape (2, max_pages), got (3, 3)"),
+        (CACHE, {"block_table": integers(2), "cache_batch_idx": integers(2)},
+         "block_table: must have shape (batch, max_pages), got (2,)"),
         (PAGED, {"k": zeros(5, 0, 2, 16)},
          "k: pages must have at least one row, got shape (5, 0, 2, 16)"),
         (QUANTIZES, {"k_descale": torch.ones(2)}, f"k_descale: {A_SCALE}, got (2,)"),

@@ -96,7 +96,11 @@ BAD_INPUTS = {
         r"k: number of heads must divide that of q \(4\), got 3",
         {"k": (2, 40, 3, 64)},
     ),
-    "batch": (ValueError, r"k: batch must be that of q \(2\), got 3", {"k": (3, 40, 4, 64)}),
+    "batch": (
+        ValueError,
+        r"k: batch must be that of q \(2\), got 3",
+        {"k": (3, 40, 4, 64), "v": (3, 40, 4, 64)},
+    ),
     "k head_dim": (
         ValueError,
         r"k: last dimension .* that of q \(64\), got 32",
