@@ -195,7 +195,7 @@ def test_what_chunks_do_not_go_with() -> None:
         flash_attn_func(q, q, q, attn_mask=mask, attention_chunk=2)
     with pytest.raises(NotImplementedError, match=r"attention_chunk: .* dropout, got 2"):
         flash_attn_func(q, q, q, 0.5, return_attn_probs=True, attention_chunk=2)
-    with pytest.raises(ValueError, match=r"^k: batch must be"):
+    with pytest.raises(ValueError, match="v: "):
         flash_attn_func(q, q.repeat(2, 1, 1, 1), q, attention_chunk=2)
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)

@@ -55,8 +55,16 @@ BAD_PACKED = {
         TypeError,
         r"^cu_seqlens_k: dtype",
     ),
-    "cu dims": (packed(cu_seqlens_q=zeros(1, 4)), ValueError, r"^cu_seqlens_q: .*\(batch \+ 1,\)"),
-    "cu empty": (packed(cu_seqlens_q=zeros(0)), ValueError, r"^cu_seqlens_q: must have shape"),
+    "cu dims": (
+        packed(cu_seqlens_q=zeros(1, 4).int()),
+        ValueError,
+        r"^cu_seqlens_q: .*\(batch \+ 1,\)",
+    ),
+    "cu empty": (
+        packed(cu_seqlens_q=zeros(0).int()),
+        ValueError,
+        r"^cu_seqlens_q: must have shape",
+    ),
     "cu device": (
         packed(cu_seqlens_q=zeros(4, device="meta").int()),
         ValueError,

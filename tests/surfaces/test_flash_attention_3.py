@@ -108,7 +108,7 @@ def test_wrong_arguments() -> None:
     for heads in (None, 0, 3, 8):
         with pytest.raises(ValueError, match=r"^num_heads_q: must leave an even number"):
             fa3.flash_attn_qkvpacked_func(q.repeat(1, 1, 2, 1), num_heads_q=heads)
-    with pytest.raises(ValueError, match=r"^page_table: must have shape \(batch, max_pages\), got"):
+    with pytest.raises(ValueError, match=r"^page_table: must have shape \(2, max_pages\), got"):
         fa3.flash_attn_with_kvcache(q, k, v, page_table=int32("cpu", 0), cache_seqlens=2)
     with pytest.raises(ValueError, match=r"^page_table: must be a page of the pool, from 0 to 1"):
         fa3.flash_attn_with_kvcache(
