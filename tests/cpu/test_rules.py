@@ -308,16 +308,17 @@ def test_of_a_layout(given: Described, name: str, shape: tuple[int, ...], must: 
     assert_refused_on_both(described(given | {name: zeros(*shape)}), ValueError, words)
 
 
-def test_of_bits() -> None:
+@pytest.mark.parametrize(("tiles_q", "shape"), [(1, (1, 1, 9, 8)), (2, (1, 1, 9, 4))])
+def test_of_bits(tiles_q: int, shape: tuple[int, ...]) -> None:
     """Python sees a forward's lists, the extension those of the backward that it explains."""
-    bits = {"mask_bits": integers(1, 1, 9, 8)}
-    call = described(PACKED | LISTS | bits)
-    words = "mask_bits: must have the rows and words of block_{}, (1, 1, 1, 3), got shape "
-    words += "(1, 1, 9, 8)"
-    assert_refused(lambda: check_call(call), ValueError, words.format("rows"))
+    rows, columns = (1, 1, tiles_q, 3), (1, 1, 1, 2 + tiles_q)
+    lists = {"block_rows": integers(*rows), "block_columns": integers(*columns)}
+    call = described(PACKED | lists | {"mask_bits": integers(*shape)})
+    words = "mask_bits: must have the rows and words of block_{}, got shape {}"
+    assert_refused(lambda: check_call(call), ValueError, words.format(f"rows, {rows}", shape))
     if EXTENSION is not None:
         road = partial(EXTENSION.explain_settings, call)
-        assert_refused(road, ValueError, words.format("columns"))
+        assert_refused(road, ValueError, words.format(f"columns, {columns}", shape))
 
 
 def test_of_head_dims_on_cuda() -> None:
