@@ -285,6 +285,19 @@ def test_positions_of_one_tensor_are_read_once() -> None:
     assert packed_by_positions(packed, 1, 4, 4) is None
 
 
+def test_packed_sequences_of_which_the_bounds_alone_tell() -> None:
+    heads = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+    starts = torch.tensor([0, 4, 9])
+    bounds = {f"cu_seq_lens_{x}": starts for x in "qk"} | {f"max_length_{x}": 5 for x in "qk"}
+    attention = AttentionInterface._global_mapping[OURS]
+    out, _ = attention(torch.nn.Module(), *heads, None, **bounds)
+    parts = zip(*(x.split([4, 5], 2) for x in heads), strict=True)
+    expected = [
+        torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True) for part in parts
+    ]
+    torch.testing.assert_close(out, torch.cat(expected, 2).transpose(1, 2))
+
+
 def test_packed_sequences_counted_or_not() -> None:
     segments = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [3, 3, 4, 4, 4, 4, 4, 4]])
     counted = Sequences.packed(segments)
