@@ -49,8 +49,10 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
     const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, effects);
     consumer_wait(smem.q_ring, products.q_state);
-    OnlineSoftmax<Traits::rows_per_thread> softmax(
-        effects.e4m3.start(tile, work.head, args.scale_log2, products.convert_queries()));
+    OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+    if constexpr (Traits::is_e4m3)
+      softmax.scale_log2 =
+          effects.e4m3.start(tile, work.head, args.scale_log2, products.convert_queries());
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
     if constexpr (Traits::drops_blocks) {
       CUTE_NO_UNROLL
@@ -61,6 +63,15 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
 
     const auto scale_scores = [&] { scores.scale(products.k_state.stage, tSrS); };
+    // Of the block whose probabilities are made. is_next: the block before still has its values.
+    const auto stage_of_values = [&](bool is_next) {
+      auto state = products.v_state();
+      if (is_next) state.advance();
+      if constexpr (Traits::is_e4m3) {
+        if (effects.e4m3.values_have_own) consumer_wait(smem.v_ring, state);
+      }
+      return state.stage;
+    };
 
     // The first block's scores have no P V beside them.
     const bool has_turn = range.end < of_tile.end;
@@ -74,44 +85,53 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       products.template finish_scores<0>(tSrS, position == range.begin, scale_scores);
       const auto left = scores.modify_and_mask(block, false, tSrS);
       scores.decide_dropout(block);
-      scores.probabilities(tSrS, left, softmax, tOrP, [](int, float) {}, products.v_state());
+      scores.probabilities(tSrS, left, softmax, tOrP, [](int, float) {}, stage_of_values(false));
     }
-    // A step, from P of the block before it to P of its own, which is made while the other one is
-    // still read, or in its place. Inline, because as a function it would have its registers in
-    // memory.
-    auto step = [&](int position, auto& tOrP, auto& tOrNextP) __attribute__((always_inline)) {
-      const int block = order.block_at(position);
-      turns.take();
-      products.start_scores(tSrS);
-      products.start_output(tOrP, tOrO, position < range.end - 2);
-      turns.pass();
-      scores.look_up_block(products.k_state.stage);
-      products.template finish_scores<1>(tSrS, position == range.begin, scale_scores);
-      const auto left = scores.modify_and_mask(block, !softmax.needs_maximum, tSrS);
-      scores.decide_dropout(block);
-      if constexpr (!Traits::alternates_probabilities) {
+    if constexpr (!Traits::alternates_probabilities) {
+      for (int position = range.end - 2; position >= range.begin; --position) {
+        const int block = order.block_at(position);
+        turns.take();
+        products.start_scores(tSrS);
+        products.start_output(tOrP, tOrO, position < range.end - 2);
+        turns.pass();
+        scores.look_up_block(products.k_state.stage);
+        products.template finish_scores<1>(tSrS, position == range.begin, scale_scores);
+        const auto left = scores.modify_and_mask(block, !softmax.needs_maximum, tSrS);
+        scores.decide_dropout(block);
         products.finish_output(tOrO);  // P is free
-        scores.probabilities(tSrS, left, softmax, tOrNextP, rescale_o, products.v_state());
-      } else {
+        scores.probabilities(tSrS, left, softmax, tOrP, rescale_o, stage_of_values(false));
+      }
+      products.start_output(tOrP, tOrO, range.end - range.begin > 1);
+    } else {
+      // A step whose next P is made while this one is still read. Inline, because as a function it
+      // would have its registers in memory.
+      auto step = [&](int position, auto& tOrP, auto& tOrNextP) __attribute__((always_inline)) {
+        const int block = order.block_at(position);
+        turns.take();
+        products.start_scores(tSrS);
+        products.start_output(tOrP, tOrO, position < range.end - 2);
+        turns.pass();
+        scores.look_up_block(products.k_state.stage);
+        products.template finish_scores<1>(tSrS, position == range.begin, scale_scores);
+        const auto left = scores.modify_and_mask(block, !softmax.needs_maximum, tSrS);
+        scores.decide_dropout(block);
         bool moved = false;
-        float factors[Traits::rows_per_thread] = {1.0f, 1.0f};
-        scores.probabilities(tSrS, left, softmax, tOrNextP, [&](int row, float factor) {
-          moved = true;
-          factors[row] = factor;
-        });
+        float factors[2] = {1.0f, 1.0f};
+        scores.probabilities(
+            tSrS, left, softmax, tOrNextP,
+            [&](int row, float factor) {
+              moved = true;
+              factors[row] = Traits::is_e4m3 ? factors[row] * factor : factor;
+            },
+            stage_of_values(true));
         products.finish_output(tOrO);
         warpgroup_fence_operand(tOrP);  // which the product has read until now
         if (moved) {
           CUTE_UNROLL
           for (int row = 0; row < Traits::rows_per_thread; ++row) rescale_o(row, factors[row]);
         }
-      }
-    };
-    int position = range.end - 2;
-    if constexpr (!Traits::alternates_probabilities) {
-      for (; position >= range.begin; --position) step(position, tOrP, tOrP);
-      products.start_output(tOrP, tOrO, range.end - range.begin > 1);
-    } else {
+      };
+      int position = range.end - 2;
       FragmentLike<Element, decltype(tOrP)> tOrOtherP;
       for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
         if (position < range.begin) {
@@ -137,9 +157,10 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         products.drop_block();
       }
     }
+    float value_scale = 1.0f;
+    if constexpr (Traits::is_e4m3) value_scale = effects.e4m3.of_output(tile, work.head);
     write_output<Traits>(args, sequence, smem.work[work_state.stage].split, work.head, query_begin,
-                         products.output_mma, tOrO, softmax, smem, warpgroup, thread,
-                         effects.e4m3.of_output(tile, work.head));
+                         products.output_mma, tOrO, softmax, smem, warpgroup, thread, value_scale);
     __syncwarp();
     consumer_release(smem.work_ring, work_state);
   }

@@ -53,29 +53,26 @@ struct ForwardProducts {
   // Q as fp16 where it is of bf16 and keys of e4m3; what it counts in then (e4m3_units.h). Once all
   // of Q is here.
   CUTE_DEVICE float convert_queries() {
-    if constexpr (std::is_same_v<typename Traits::Stored, typename Traits::Element>) {
-      return 1.0f;
-    } else {
-      constexpr int box = 64;
-      constexpr int warp_rows = 16;
-      constexpr int boxes = Traits::head_dim / box;
-      constexpr int vectors = warp_rows * box * 2 / 16 / 32;  // of a lane, in each box
-      auto* tile = smem.q + (q_state.stage * Traits::consumers + warpgroup) * 64 * Traits::head_dim;
-      auto* own = reinterpret_cast<uint4*>(tile + thread / 32 * warp_rows * box) + thread % 32;
-      const auto place = [&](int i) -> uint4& {
-        return own[i / vectors * (64 * box * 2 / 16) + i % vectors * 32];
-      };
-      uint4 numbers[boxes * vectors];
-      CUTE_UNROLL
-      for (int i = 0; i < boxes * vectors; ++i) numbers[i] = place(i);
-      const float unit =
-          queries_to_half<boxes * vectors * 4>(reinterpret_cast<std::uint32_t*>(numbers));
-      CUTE_UNROLL
-      for (int i = 0; i < boxes * vectors; ++i) place(i) = numbers[i];
-      cutlass::arch::fence_view_async_shared();
-      sync_output(warpgroup);
-      return unit;
-    }
+    if constexpr (std::is_same_v<typename Traits::Stored, typename Traits::Element>) return 1.0f;
+    constexpr int box = 64;
+    constexpr int warp_rows = 16;
+    constexpr int boxes = Traits::head_dim / box;
+    constexpr int vectors = warp_rows * box * 2 / 16 / 32;  // of a lane, in each box
+    auto* tile = smem.q + (q_state.stage * Traits::consumers + warpgroup) * 64 * Traits::head_dim;
+    auto* own = reinterpret_cast<uint4*>(tile + thread / 32 * warp_rows * box) + thread % 32;
+    const auto place = [&](int i) -> uint4& {
+      return own[i / vectors * (64 * box * 2 / 16) + i % vectors * 32];
+    };
+    uint4 numbers[boxes * vectors];
+    CUTE_UNROLL
+    for (int i = 0; i < boxes * vectors; ++i) numbers[i] = place(i);
+    const float unit =
+        queries_to_half<boxes * vectors * 4>(reinterpret_cast<std::uint32_t*>(numbers));
+    CUTE_UNROLL
+    for (int i = 0; i < boxes * vectors; ++i) place(i) = numbers[i];
+    cutlass::arch::fence_view_async_shared();
+    sync_output(warpgroup);
+    return unit;
   }
 
   // add: to what is in tOrO.

@@ -68,7 +68,6 @@ struct ForwardTraits : TileTraits<Tag> {
   // step is there twice.
   static constexpr bool alternates_probabilities = own.alternates_probabilities;
   static_assert(overlaps_softmax || !alternates_probabilities);
-  static_assert(!is_e4m3 || !alternates_probabilities, "a step multiplies O by one factor a row");
 
   using ScoresMma = SharedMma<Element, block_n, head_dim>;
   using NarrowScoresMma = SharedMma<Element, narrow_keys, head_dim>;

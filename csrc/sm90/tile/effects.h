@@ -203,14 +203,10 @@ struct E4m3Scales {
     finish_reads();
   }
 
-  // Multiplies P of 16 columns with the scales of the block's values, which arrive with them in
-  // their place of the ring and which O's unit holds then. rescale(row, factor): O.
+  // Multiplies P of 16 columns with the scales of the block's values, which O's unit holds then.
+  // rescale(row, factor): O.
   template <class Rescale>
-  CUTE_DEVICE auto weigher(typename Traits::SharedStorage& smem,
-                           PipelineState<Traits::stages> const& values, int thread,
-                           Rescale& rescale) {
-    consumer_wait(smem.v_ring, values);
-    const float* of_values = smem.value_scales[values.stage];
+  CUTE_DEVICE auto weigher(const float* of_values, int thread, Rescale& rescale) {
     unit.raise<Traits::block_n>(of_values, [&](float ratio) {
       CUTE_UNROLL
       for (int row = 0; row < Traits::rows_per_thread; ++row) rescale(row, ratio);
@@ -228,19 +224,10 @@ struct E4m3Scales {
   }
 };
 
-// Takes the place of scales: the products leave nothing out.
-template <class Traits>
-struct NoScales : NoEffect {
-  CUTE_DEVICE static float start(ForwardTile<Traits> const&, int, float scale_log2, float) {
-    return scale_log2;
-  }
-  CUTE_DEVICE static float of_output(ForwardTile<Traits> const&, int) { return 1.0f; }
-};
-
 template <class Traits>
 struct ForwardEffects {
   EffectIf<Traits::has_bias, BiasTiles<Traits>> bias;
-  std::conditional_t<Traits::is_e4m3, E4m3Scales<Traits>, NoScales<Traits>> e4m3;
+  EffectIf<Traits::is_e4m3, E4m3Scales<Traits>> e4m3;
   std::conditional_t<Traits::is_sparse, ListedBlocks<Traits>, EveryBlock<Traits>> lists;
   std::conditional_t<Traits::is_paged, PagedKeys<Traits>, AllKeys<Traits>> pages;
   std::conditional_t<

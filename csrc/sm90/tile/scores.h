@@ -90,11 +90,11 @@ struct ForwardScores {
   }
 
   // S -> P for the next product; rescale(row, factor): what O has to be multiplied by before it.
-  // values: where those of the block lie, whose tokens of e4m3 may have scales.
-  template <class Accumulator, class Operand, class Rescale, class... Place>
+  // value_stage: where the block's values lie, if their tokens have scales.
+  template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Left const& left,
                                  OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
-                                 Rescale rescale, Place const&... values) const {
+                                 Rescale rescale, [[maybe_unused]] int value_stage = 0) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
     if constexpr (Traits::has_dropout) {
@@ -117,7 +117,7 @@ struct ForwardScores {
     }
     if constexpr (Traits::is_e4m3) {
       if (effects.e4m3.values_have_own) {
-        auto weigh = effects.e4m3.weigher(smem, values..., thread, rescale);
+        auto weigh = effects.e4m3.weigher(smem.value_scales[value_stage], thread, rescale);
         softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, weigh);
         return;
       }
