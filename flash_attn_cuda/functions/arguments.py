@@ -10,16 +10,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from ..call.fields import NAMES, Names
+from ..call.functorch import is_watched
 from ..call.tensors import as_index, check_dtype, check_tensor, lse_dtype, refuse_forward_gradients
 from ..installed import build_info
 from ..operators.dtensor_import import is_dtensor
@@ -96,15 +91,12 @@ def is_plain_cuda_call(q: Any, k: Any, v: Any) -> bool:
     compiler is tracing, the answer is no.
     """
     return (
-        not is_compiling()
+        not is_watched()
         and build_info.extension is not None
         and type(q) is Tensor
         and type(k) is Tensor
         and type(v) is Tensor
         and q.is_cuda
-        and _len_torch_dispatch_stack() == 0
-        and _len_torch_function_stack() == 0
-        and not _are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )
 

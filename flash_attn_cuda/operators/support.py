@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch.compiler import is_compiling
+from torch._C import _functorch
 
-from ..call.functorch import is_functorch_active, is_mapped
+from ..call.functorch import is_functorch_active, is_mapped, is_watched
 from ..installed import build_info
 
 Tensors2 = tuple[Tensor, Tensor]
@@ -101,13 +100,10 @@ def is_plain_cuda(args: Sequence[Any]) -> bool:
     ones of memory: those of is_grads_batched are not.
     """
     return (
-        not is_compiling()
+        not is_watched()
         and build_info.extension is not None
         and args[0].is_cuda
         and PLAIN.issuperset(map(type, args))
-        and _len_torch_dispatch_stack() == 0
-        and _len_torch_function_stack() == 0
-        and not is_functorch_active()
         and not any(isinstance(x, Tensor) and _functorch.is_legacy_batchedtensor(x) for x in args)
     )
 
