@@ -1,5 +1,4 @@
-// Everything a backward kernel derives from its row of the kernel table
-// (kernel_table/).
+// Everything a backward kernel derives from its row of the kernel table (kernel_table/).
 #pragma once
 
 #include "sm80/backward/tile_traits.h"

@@ -1,5 +1,4 @@
-// Everything a decode kernel derives from its row of the kernel table
-// (kernel_table/).
+// Everything a decode kernel derives from its row of the kernel table (kernel_table/).
 #pragma once
 
 #include "sm80/decode/e4m3.h"

@@ -1,5 +1,5 @@
-// Everything a kernel of the second backward derives from its row of the kernel table
-// (kernel_table/).
+// Everything a kernel of the second backward derives from its row of the kernel
+// table (kernel_table/).
 #pragma once
 
 #include "sm80/backward/tile_traits.h"

@@ -1,5 +1,5 @@
-// Everything a kernel of derivatives in a direction derives from its row of the kernel table
-// (kernel_table/).
+// Everything a kernel of derivatives in a direction derives from its row of the kernel
+// table (kernel_table/).
 #pragma once
 
 #include "shared/mask/block_lists.h"

@@ -1,5 +1,4 @@
-// Everything a forward kernel derives from its row of the kernel table
-// (kernel_table/).
+// Everything a forward kernel derives from its row of the kernel table (kernel_table/).
 #pragma once
 
 #include "sm90/scores/bias.h"

@@ -1,5 +1,5 @@
-// Everything a Hopper kernel of derivatives in a direction derives from its row of the kernel table
-// (kernel_table/).
+// Everything a Hopper kernel of derivatives in a direction derives from its row of the kernel
+// table (kernel_table/).
 #pragma once
 
 #include "shared/mask/block_range.h"

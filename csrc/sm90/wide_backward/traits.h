@@ -1,5 +1,5 @@
-// Everything a backward kernel for wide heads derives from its row of the kernel table
-// (kernel_table/).
+// Everything a backward kernel for wide heads derives from its row of the kernel
+// table (kernel_table/).
 #pragma once
 
 #include "flash_attn/api.h"

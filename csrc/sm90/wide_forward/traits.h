@@ -1,5 +1,5 @@
-// Everything a forward kernel for wide heads derives from its row of the kernel table
-// (kernel_table/).
+// Everything a forward kernel for wide heads derives from its row of the kernel
+// table (kernel_table/).
 #pragma once
 
 #include "sm90/tile/traits.h"
