@@ -60,6 +60,7 @@ SET = {
     "Tensor | None": ("{}.defined()", '"None"', '"a tensor"'),
     "int | None": ("{}.has_value()", '"None"', "{}.value_or(0)"),
     "float": ("({} > 0.0)", '"0"', "{}"),
+    "float | None": ("{}.has_value()", '"None"', "{}.value_or(0.0)"),
     "bool": ("{}", '"False"', '"True"'),
 }
 DTYPES = {

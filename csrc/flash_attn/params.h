@@ -111,8 +111,9 @@ struct BiasGradient {
   bool is_summed = false;  // several pairs add to one element
 };
 
-// score = softmax_scale * q k^T; then softcap * tanh(score / softcap) if softcap > 0; then minus
-// slope * |i + shift - j|; then plus bias(i, j). The softmax's denominator also has exp(sink).
+// score = softmax_scale * q k^T, or softmax_scale * (q k^T + qv v^T) with qv; then softcap *
+// tanh(score / softcap) if softcap > 0; then minus slope * |i + shift - j|; then plus bias(i, j).
+// The softmax's denominator also has exp(sink).
 struct ScoreParams {
   float softmax_scale = 1.0f;
   float softcap = 0.0f;
@@ -247,6 +248,7 @@ struct ForwardParams {
   PagedKvParams paged;
   SplitParams split;
   TensorView q, k, v, out;
+  TensorView qv;              // scores also have qv v^T; data null: none
   bool fp32_results = false;  // out is fp32, whatever dtype
   // What rounding takes from out, eight bits of each number (shared/out_rounding.h); data null: not
   // wanted, or, with tangents, not known. Not of fp32 results, nor of caches and pages. Strides are

@@ -157,6 +157,7 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
     if (tensor.defined() && !is_addressable(tensor)) tensor = with_kernel_layout(tensor);
   };
   adopt(call.q);
+  adopt(call.qv);
   adopt(call.k_new);
   adopt(call.v_new);
   if (reads_in_place(call)) return call;

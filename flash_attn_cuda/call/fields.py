@@ -25,7 +25,7 @@ class Argument(NamedTuple):
     """What a field of a description is to those that read all of them.
 
     part: "" for what a backward needs too, "forward" for what it does not, "cache" for what is of
-    calls over caches and pages, which have no backward, "append" for what writes into a cache,
+    calls that have no backward, as those over caches, "append" for what writes into a cache,
     "out" for what operators do not have. Of what comes into a backward, "target" for what it
     writes, and how, "extension" for what operators do not have.
     shape: of an array that is checked by it alone: B sequences, Hq query heads, Hk key heads,
@@ -81,7 +81,7 @@ class AttentionCall:
 
     Packed, with cu_seqlens_q: q (total_q, Hq, D), k (total_k, Hk, D), v likewise. Paged, with a
     block_table: k (num_pages, page_size, Hk, D). Over a cache: k (entries, capacity, Hk, D), or
-    paged; q of one length or packed.
+    paged; q of one length or packed. Latent, with qv: scores are those of q by k and of qv by v.
     """
 
     q: Tensor = argument(has_gradient=True)
@@ -135,6 +135,8 @@ class AttentionCall:
     batch_invariant: bool = argument(False, part="forward")
     over_cache: bool = argument(False, part="cache")
     cache_batch_idx: Tensor | None = argument(None, shape="(B,)", part="cache")
+    # (B, Sq, Hq, Dv), or packed as q: scores are softmax_scale * (q k^T + qv v^T)
+    qv: Tensor | None = argument(None, shape="...", dtype="q", part="cache", is_strided=True)
     # instead of seqused_k, of every sequence of a cache
     seqlen_k: int | None = argument(None, part="cache")
     # (B, Snew, Hk, D), or with bounds (total, Hk, D): appended to the cache

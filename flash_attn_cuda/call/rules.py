@@ -17,6 +17,7 @@ E4M3 = "torch.float8_e4m3fn"
 MAX_HEAD_DIM = 512
 MAX_ROWS_WITH_ORIGIN = 2**28
 FP8_MULTIPLE = 16  # of the head dims of e4m3
+MAX_HEAD_DIM_WITH_QV = 64  # of q and k, on CUDA
 TILE = 128  # queries, or keys
 WANTED = "in a call whose gradients are wanted"
 DIRECTED = "in a call that is differentiated in a direction"
@@ -92,11 +93,12 @@ def range_in_words(said: Mapping[str, Any]) -> str:
 
 # What calls alone have that a backward follows.
 _OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin")
-_OF_PACKED = ("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table")
+_OF_PACKED = ("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "qv")
 _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
 _OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
 _SCALES = ("k_descale", "v_descale")
+_SCALE_OF_QV = "as a model scales by the head dim that it has without absorption"
 
 OF_CALL = (
     Rules("is_of_one_length", "without cu_seqlens_q", absent=_OF_PACKED),
@@ -106,7 +108,9 @@ OF_CALL = (
     Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
     Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
     Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
-    Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=_OF_TRAINING, given=_SCALES),
+    Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=(*_OF_TRAINING, "qv"), given=_SCALES),
+    Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
+    Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
     Rules(
         "not is_fp8",
         f"where {{k}} is not of {E4M3}",
@@ -128,6 +132,7 @@ OF_CALL = (
 
 # Where a derivative is wanted of what has no backward.
 OF_BACKWARD = (
+    Rules("qv", refusal=f"qv: must be None {WANTED}, as attention with it has no backward"),
     Rules(
         "is_fp8",
         refusal=f"{{k}}: must not be of {E4M3} {WANTED}, as attention over it has no backward",
@@ -142,6 +147,7 @@ OF_DETERMINISTIC = (
     Rules("bias", "with a floating attn_mask", refused=("deterministic",)),
 )
 OF_DIRECTION = (
+    Rules("qv", refusal=f"qv: must be None {DIRECTED}, got a tensor"),
     Rules("is_fp8", refusal=f"{{k}}: must not be of {E4M3} {DIRECTED}"),
     Rules("reads_in_place", refusal=f"block_table: must be None {DIRECTED}, as must be a cache"),
     Rules("fp32_results", refusal=f"fp32_results: must be False {DIRECTED}, got True"),
@@ -236,6 +242,9 @@ OF_CUDA = (
          f"{_HEAD_DIM} must be a multiple of 8 on CUDA, got {{head_dim}}", "not over_cache"),
     Must("v", lambda call: call.head_dim_v() % 8 == 0,
          f"{_HEAD_DIM_V} must be a multiple of 8 on CUDA, got {{head_dim_v}}", "not over_cache"),
+    Must("q", lambda call: call.head_dim() <= MAX_HEAD_DIM_WITH_QV,
+         f"{_HEAD_DIM} must be at most {MAX_HEAD_DIM_WITH_QV} with qv on CUDA, got {{head_dim}}",
+         "qv"),
 )  # fmt: skip
 # Before it is known how many sequences there are, and then.
 OF_BOUNDS = (
@@ -260,6 +269,11 @@ OF_BATCH = (
 )  # fmt: skip
 # Of arrays, which have their dtypes.
 OF_ARRAYS = (
+    Must("qv", lambda call:
+         call.qv.dim() == call.q.dim() and call.qv.shape[:-1] == call.q.shape[:-1],
+         "must have the shape of {q} but for the last dimension, {q.shape}, got {qv.shape}", "qv"),
+    Must("qv", lambda call: call.qv.shape[-1] == call.head_dim_v(),
+         "last dimension must be that of {v} ({head_dim_v}), got {qv.shape}", "qv"),
     Must("block_table", lambda call: call.cache_batch_idx is not None
          or (call.block_table.dim() == 2 and call.block_table.shape[0] == call.batch()),
          "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),

@@ -26,6 +26,7 @@ MAX_INT64 = 2**63 - 1
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 E4M3 = torch.float8_e4m3fn
+NO_BACKWARD = "has no backward (torch.no_grad() says that none is wanted)"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -59,6 +59,8 @@ def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
             k, v = (_dequantized(call, name, index, keys) for name in "kv")
         else:
             k, v = k[keys], v[keys]
+        if call.qv is not None:  # one product of both
+            q, k = torch.cat([q, call.qv[queries]], -1), torch.cat([k, v], -1)
         alone = _alone(call, index, q, k, v)
         yield Sequence(alone, slice(index, index + 1), queries, rows, keys)
 
@@ -132,6 +134,7 @@ def _alone(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor) -> 
         slopes = slopes[entry]
     pairs: dict[str, Any] = {name: of_entry(getattr(call, name), entry) for name in OVER_PAIRS}
     dense: dict[str, Any] = {"cu_seqlens_q": None, "block_table": None, "over_cache": False}
+    dense["qv"] = None
     return replace(call, q=q, k=k, v=v, origin=origin, alibi_slopes=slopes, **pairs, **dense)
 
 

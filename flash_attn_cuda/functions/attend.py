@@ -113,7 +113,7 @@ def _check_out(call: AttentionCall, names: Names | None) -> None:
     if needs_gradient(call):
         check_rules(rules.OF_RECORDED, NAMES, call)
     if not call.over_cache:
-        call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+        call.q, call.k, call.v, call.qv = cast_for_autocast(call.q, call.k, call.v, call.qv)
     try:
         check_out(call)
     except (TypeError, ValueError):
@@ -139,7 +139,7 @@ def _by_extension(call: AttentionCall, names: Names | None, returns_lse: bool) -
         if call.over_cache:
             return cast(ModuleType, build_info.extension).forward(call, returns_lse)
         if _is_any_autocast_enabled():
-            call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+            call.q, call.k, call.v, call.qv = cast_for_autocast(call.q, call.k, call.v, call.qv)
         padded = _padded(call)
         results: Results = cast(ModuleType, build_info.extension).forward(padded, returns_lse)
         if padded is not call:
@@ -158,7 +158,7 @@ def _explain(call: AttentionCall, names: Names | None, error: Exception) -> None
 
 def _by_operator(call: AttentionCall, names: Names | None) -> Results:
     if not call.over_cache:
-        call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+        call.q, call.k, call.v, call.qv = cast_for_autocast(call.q, call.k, call.v, call.qv)
     _check(call, names)
     if not is_compiling() and any(map(is_dtensor, vars(call).values())):
         from ..operators.dtensor import split_of
@@ -194,9 +194,9 @@ def _has_to_be_padded(q: Tensor, v: Tensor) -> bool:
 
 def _padded(call: AttentionCall) -> AttentionCall:
     """The call, or one whose head dims are multiples of 8, as the training kernels want them; the
-    result of that has to be cut, and so is not written into an out.
+    result of that has to be cut, and so is not written into an out. A call with qv is refused then.
     """
-    if not _has_to_be_padded(call.q, call.v):
+    if call.qv is not None or not _has_to_be_padded(call.q, call.v):
         return call
     q, k, v = (pad_head_dim(x) for x in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v, softmax_scale=call.scale(), out=None)

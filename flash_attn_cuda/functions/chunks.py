@@ -125,7 +125,7 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
         "return_attn_probs and dropout": returns_lse and call.dropout_p > 0.0,
     }
     refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
-    call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+    call.q, call.k, call.v, call.qv = cast_for_autocast(call.q, call.k, call.v, call.qv)
     check_call(call, is_padded=False)
     if call.batch() == 0:
         return results_of(call, returns_lse)
@@ -224,6 +224,7 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
 def _over_pieces(call: AttentionCall, chunk: int, filled: Tensor, pad: Tensor) -> Results:
     is_packed, batch = call.is_packed(), call.batch()
     q = call.q if is_packed else call.q.flatten(0, 1)
+    qv = call.qv if call.qv is None or is_packed else call.qv.flatten(0, 1)
     total_q = q.shape[0]
     if is_packed:
         bounds = call.cu_seqlens_q
@@ -242,6 +243,7 @@ def _over_pieces(call: AttentionCall, chunk: int, filled: Tensor, pad: Tensor) -
     pieces = replace(
         call,
         q=q,
+        qv=qv,
         out=call.out if is_packed else None,
         cu_seqlens_q=_bounds(cut.first_q, end_q),
         max_seqlen_q=most,
@@ -276,7 +278,7 @@ def _appended(call: AttentionCall) -> AttentionCall:
     assert call.k_new is not None
     no_queries = call.q.new_empty((call.batch(), 0, *call.q.shape[-2:]))
     bounds = call.cu_seqlens_k_new
-    results_of(replace(call, q=no_queries, cu_seqlens_q=None, max_seqlen_q=0, out=None))
+    results_of(replace(call, q=no_queries, qv=None, cu_seqlens_q=None, max_seqlen_q=0, out=None))
     new = call.k_new.shape[1] if bounds is None else bounds.diff().long()
     filled = (_filled(call) + new).clamp(max=call.capacity()).int()
     nothing: dict[str, Any] = {"k_new": None, "v_new": None, "cu_seqlens_k_new": None}

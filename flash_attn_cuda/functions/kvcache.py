@@ -10,7 +10,14 @@ from torch import Tensor
 from ..call.fields import CACHE_NAMES, describe, options_of
 from ..call.fp8 import add_scales
 from ..call.lengths import check_splits
-from ..call.tensors import E4M3, as_index, check_tensor, refuse_forward_gradients, refuse_gradients
+from ..call.tensors import (
+    E4M3,
+    NO_BACKWARD,
+    as_index,
+    check_tensor,
+    refuse_forward_gradients,
+    refuse_gradients,
+)
 from ..call.window import UNLIMITED, WindowSize
 from ..operators.combine import run_combine, run_combine_out
 from .arguments import of_lse_dtype, seqlen_bound
@@ -46,6 +53,7 @@ def flash_attn_with_kvcache(
     sink: Tensor | None = None,
     attention_chunk: int = 0,
     out: Tensor | None = None,
+    qv: Tensor | None = None,
     q_descale: float | Tensor | None = None,
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
@@ -99,6 +107,12 @@ def flash_attn_with_kvcache(
         attention_chunk: as in flash_attn_func; keys count from the first behind the padding.
         out: like q, but with head_dim_v, contiguous in its last dimension, to write the result
             into; it must not overlap an input. None for a new tensor.
+        qv: (batch, seqlen_q, heads_q, head_dim_v), or packed as q, and of its dtype: scores are
+            softmax_scale * (q k^T + qv v^T), as of multi-head latent attention that has absorbed
+            its projections (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1). q and k then are the
+            rotary columns, on CUDA at most 64, v_cache is the latent, and both may be views of one
+            cache, cache[..., 512:] and cache[..., :512], which nobody copies. softmax_scale is
+            given with it: the model's, of the head dim that it has without absorption.
         k_descale: what the numbers of a k_cache of float8_e4m3fn are times, which such a cache must
             have: a number, or fp32 of one element, (heads_k,), (batch, heads_k), or a scale for
             every token, (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with
@@ -119,10 +133,12 @@ def flash_attn_with_kvcache(
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
-        not written. NotImplementedError: a tensor carries a forward-mode gradient, or with k
-        requires grad while gradients are enabled; from the backward, without k.
+        not written. ValueError: there is a qv and no softmax_scale. NotImplementedError: a tensor
+        carries a forward-mode gradient, or with k or qv requires grad while gradients are enabled;
+        from the backward, without those; with a qv there are alibi_slopes, or caches are of
+        float8_e4m3fn.
     """
-    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink)
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, qv)
     _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_splits(num_splits, batch_invariant)
@@ -165,6 +181,8 @@ def flash_attn_with_kvcache(
         add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
     if sink is not None:
         call.sink = of_lse_dtype("sink", sink, call.q)
+    if qv is not None:
+        call.qv = qv
     if out is not None:
         call.out = out
     if attention_chunk != 0:
@@ -226,12 +244,13 @@ def _cache_lengths(cache_seqlens: Any) -> tuple[Tensor | None, int | None]:
 def _refuse_gradients(appends: bool, *tensors: Any) -> None:
     """Of what is read alone, the backward refuses."""
     names = (
-        *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink"),
+        *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink", "qv"),
         *("q_descale", "k_descale", "v_descale"),
     )
     given = dict(zip(names, tensors, strict=True))
-    if not appends:
+    if appends:
+        refuse_gradients(f"as an append to a cache {NO_BACKWARD}", **given)
+    elif given["qv"] is not None:
+        refuse_gradients(f"as attention with qv {NO_BACKWARD}", **given)
+    else:
         refuse_forward_gradients(**given)
-        return
-    reason = "as an append to a cache has no backward (torch.no_grad() says that none is wanted)"
-    refuse_gradients(reason, **given)

@@ -9,7 +9,14 @@ from torch import Tensor
 from ..call.fields import NAMES, Names, describe, options_of
 from ..call.fp8 import add_scales
 from ..call.lengths import check_splits
-from ..call.tensors import E4M3, check_packed, check_tensor, refuse_forward_gradients
+from ..call.tensors import (
+    E4M3,
+    NO_BACKWARD,
+    check_packed,
+    check_tensor,
+    refuse_forward_gradients,
+    refuse_gradients,
+)
 from ..call.window import UNLIMITED, WindowSize
 from .arguments import Result, of_lse_dtype, packed_lengths
 from .attend import attend, returned
@@ -52,6 +59,7 @@ def flash_attn_varlen_func(
     sink: Tensor | None = None,
     attention_chunk: int = 0,
     out: Tensor | None = None,
+    qv: Tensor | None = None,
     q_descale: float | Tensor | None = None,
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
@@ -99,6 +107,8 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, head_dim_v), of the result's dtype and on q's device, contiguous in
             its last dimension, to write the result into; it must not overlap an input. For
             inference. None for a new tensor.
+        qv: (total_q, heads_q, head_dim_v), of q's dtype, as in flash_attn_with_kvcache: scores are
+            softmax_scale * (q k^T + qv v^T), softmax_scale is given, and there is no backward.
         k_descale: k and v may both be of float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep
             Learning", 2022), with head dims that are multiples of 16, for inference. Then this is
             given, and k is times it: a number, fp32 of one element, (heads_k,), (batch, heads_k)
@@ -113,15 +123,18 @@ def flash_attn_varlen_func(
         max_seqlen_k), where total_q, total_k stand in for bounds that are no integers.
 
     Raises:
-        As flash_attn_func; ValueError for a negative max_seqlen. On the CPU, ValueError as well for
-        lengths and indices that are wrong, and an integer max_seqlen below the longest sequence.
-        On CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
-        reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
+        As flash_attn_func; ValueError for a negative max_seqlen, and for a qv without a
+        softmax_scale. On the CPU, ValueError as well for lengths and indices that are wrong, and an
+        integer max_seqlen below the longest sequence. On CUDA those are clamped or skipped, so that
+        nothing outside the tensors is touched, and reported by check_device_errors, or by the call
+        itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
             block_mask; from the backward, there was a block_table or k was of float8_e4m3fn; there
             is an out, and it or an input requires grad while gradients are enabled; k is of
             float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
-            attn_mask or a block_mask.
+            attn_mask or a block_mask; there is a qv, and an input requires grad while gradients are
+            enabled or has a forward-mode gradient, or there is dropout, an attn_mask, a block_mask
+            or alibi_slopes, or k is of float8_e4m3fn.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -154,6 +167,9 @@ def flash_attn_varlen_func(
         masks = Masks(attn_mask, block_mask, block_size)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+    if qv is not None:
+        call.qv = qv
+        refuse_gradients(f"as attention with qv {NO_BACKWARD}", q=q, k=k, v=v, qv=qv, sink=sink)
     if not keep_rounding:
         call.saves_memory = True
     if out is not None:

@@ -83,7 +83,7 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
     pairs = (batch, HEADS, WHOLE, WHOLE)
     table = (WHOLE if call.cache_batch_idx is not None else batch, WHOLE)
     return {
-        **{"q": q, "k": entries, "v": entries, "k_new": new, "v_new": new},
+        **{"q": q, "qv": q, "k": entries, "v": entries, "k_new": new, "v_new": new},
         **arrays,
         **dict.fromkeys(OVER_PAIRS, pairs),
         **dict.fromkeys(

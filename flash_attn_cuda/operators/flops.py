@@ -36,7 +36,8 @@ def _formula(names: Sequence[str], products: Products) -> Callable[..., int]:
         fields = FIELDS if "k_new" in names else OF_BACKWARD
         call = AttentionCall(**{name: given[name] for name in fields})
         of_keys, of_values = products(given)
-        columns = of_keys * call.q.shape[-1] + of_values * call.v.shape[-1]
+        of_scores = call.q.shape[-1] + (0 if call.qv is None else call.qv.shape[-1])
+        columns = of_keys * of_scores + of_values * call.v.shape[-1]
         return 2 * call.q.shape[-2] * visible_pairs(call) * columns
 
     return formula

@@ -37,6 +37,7 @@ class KvCacheInputs:
     cu_seqlens_k_new: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None = None
+    qv: Tensor | None = None
 
     def arguments(self) -> dict[str, Tensor | None]:
         """For the function and for kvcache_reference."""
@@ -46,6 +47,7 @@ class KvCacheInputs:
         """Sequence b alone, in a cache of another capacity; its pages stay where they are."""
         at, table = slice(b, b + 1), self.block_table
         changed: dict[str, Any] = {"q": self.q[at], "cache_seqlens": self.cache_seqlens[at]}
+        changed["qv"] = None if self.qv is None else self.qv[at]
         if table is not None:
             width = table.shape[1] if capacity is None else -(-capacity // self.k_cache.shape[1])
             changed["block_table"] = table.new_full((1, width), -1)
@@ -77,6 +79,7 @@ class KvCacheCase(Features):
     head_dim: int = 64
     head_dim_v: int | None = None  # None: head_dim
     sink: torch.dtype | None = None
+    has_qv: bool = False
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
@@ -98,6 +101,8 @@ class KvCacheCase(Features):
             parts.append(f"rotary{self.rotary_dim}{pairs}")
         if self.sink is not None:
             parts.append(f"sink_{DTYPE_NAMES[self.sink]}")
+        if self.has_qv:
+            parts.append("qv")
         return "-".join(parts).replace(" ", "")
 
     @property
@@ -161,6 +166,7 @@ class KvCacheCase(Features):
             cu_seqlens_k_new=self._offsets(new),
             alibi_slopes=self.make_slopes(self.batch, self.num_heads_q, generator),
             sink=self._sink(generator),
+            qv=normal(*q.shape[:-1], self.value_dim) if self.has_qv else None,
         )
 
     def _sink(self, generator: torch.Generator) -> Tensor | None:

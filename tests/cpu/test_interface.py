@@ -35,13 +35,13 @@ OWN = {
     "flash_attn_qkvpacked_func": f"*, {ROUNDING}",
     "flash_attn_varlen_func": (
         "*, seqused_q=None, seqused_k=None, leftpad_k=None, num_splits=0, batch_invariant=False, "
-        f"{MASKS}, out=None, {DESCALES}, {ROUNDING}"
+        f"{MASKS}, out=None, qv=None, {DESCALES}, {ROUNDING}"
     ),
     "flash_attn_varlen_kvpacked_func": f"*, {ROUNDING}",
     "flash_attn_varlen_qkvpacked_func": f"*, {ROUNDING}",
     "flash_attn_with_kvcache": (
         "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
-        f"sink=None, attention_chunk=0, out=None, {DESCALES}, quantize=None"
+        f"sink=None, attention_chunk=0, out=None, qv=None, {DESCALES}, quantize=None"
     ),
     "_flash_attn_forward": "deterministic=False",
     "_flash_attn_varlen_forward": (

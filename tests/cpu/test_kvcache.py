@@ -32,12 +32,15 @@ def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
     )
 
 
-AXES = {**CACHE_AXES, "head_dims": [(16, 16), (24, 16), (16, 24), (33, 5)]}
+AXES = {**CACHE_AXES, "head_dims": [(16, 16), (24, 16), (16, 24), (33, 5)], "has_qv": [0, 1]}
 
 
 def drawn_case(row: dict[str, Any], dtype: torch.dtype) -> KvCacheCase:
-    """Queries are rotated with new keys alone."""
+    """Queries are rotated with new keys alone, and qv has a scale and no slopes."""
     fields = dict(row)
+    if fields["has_qv"]:
+        fields["softmax_scale"] = 0.2
+        fields["features"] = {x: y for x, y in row["features"].items() if x != "alibi"}
     head_dim, head_dim_v = fields.pop("head_dims")
     if "seqlens_new" not in QUERIES[fields["queries"]]:
         fields["rotary"] = "none"

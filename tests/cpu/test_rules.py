@@ -40,6 +40,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "deterministic": ("deterministic", True, "False", "True"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin"
+UNABSORBED = "as a model scales by the head dim that it has without absorption"
 ROTARY = "rotary_cos rotary_sin"
 DENSE_DIMS = "4 dimensions (batch, seqlen, heads, head_dim)"
 PACKED_DIMS = "3 dimensions (total, heads, head_dim)"
@@ -60,6 +61,7 @@ PACKED: Described = {"q": zeros(6, 4, 16), "k": zeros(20, 2, 16)}
 PACKED |= {f"cu_seqlens_{x}": integers(3) for x in "qk"} | {f"max_seqlen_{x}": 9 for x in "qk"}
 PAGED: Described = PACKED | {"k": zeros(5, 8, 2, 16), "block_table": integers(2, 3)}
 CACHE: Described = ONE_LENGTH | {"over_cache": True, "seqused_k": integers(2)}
+LATENT: Described = PACKED | {"qv": zeros(6, 4, 16), "softmax_scale": 0.1}
 LISTS: Described = {x: integers(1, 1, 1, 3) for x in ("block_rows", "block_columns")}
 APPENDS: Described = {f"{x}_new": zeros(2, 1, 2, 16) for x in "kv"}
 
@@ -80,6 +82,7 @@ CALLS: dict[str, Described] = {
     "not has_lists": ONE_LENGTH,
     "bias": ONE_LENGTH | {"bias": zeros(1, 1, 3, 10)},
     "wants_s_dmask": PACKED | {"dropout_p": 0.5, "return_softmax": True},
+    "qv": LATENT,
     "is_fp8": fp8(PACKED),
     "not is_fp8": CACHE,
     "appends_fp8": fp8(CACHE) | {x: y.to(E4M3) for x, y in APPENDS.items()},
@@ -105,7 +108,7 @@ def described(given: Described) -> AttentionCall:
 # Fact, exception, the end of its words, fields that each break a rule where the fact holds.
 ABSENT = (
     ("is_of_one_length", ValueError, "without cu_seqlens_q",
-     "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table"),
+     "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table qv"),
     ("not over_cache", ValueError, "without over_cache",
      f"cache_batch_idx seqlen_k k_new v_new cu_seqlens_k_new {ROTARY}"),
     ("over_cache", NotImplementedError, "over a cache", OF_TRAINING),
@@ -113,7 +116,8 @@ ABSENT = (
     ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
     ("not has_lists", ValueError, "without a block mask", "mask_bits"),
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
-    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", OF_TRAINING),
+    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
+    ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}",
      "q_descale k_descale v_descale quantizes_tokens"),
     ("appends_fp8", ValueError, f"where k {OF_E4M3}", "quantizes_tokens"),
@@ -124,6 +128,7 @@ ABSENT = (
 GIVEN = (
     ("is_fp8", "k_descale", f"k_descale: must be given where k {OF_E4M3}, got None"),
     ("is_fp8", "v_descale", f"v_descale: must be given where k {OF_E4M3}, got None"),
+    ("qv", "softmax_scale", f"softmax_scale: must be given with qv, {UNABSORBED}, got None"),
     ("v_new", "k_new", "k: must be given with v, got None"),
     ("k_new", "v_new", "v: must be given with k, got None"),
     ("k_new", "has_cache_seqlens", "cache_seqlens: must be given with k, got None"),
@@ -184,6 +189,10 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
          "k_cache: batch must be that of q (2) without cache_batch_idx, got 3"),
     ),
     "OF_ARRAYS": (
+        (LATENT, {"qv": zeros(6, 2, 16)},
+         "qv: must have the shape of q but for the last dimension, (6, 4, 16), got (6, 2, 16)"),
+        (LATENT, {"qv": zeros(6, 4, 24)},
+         "qv: last dimension must be that of v (16), got (6, 4, 24)"),
         (PAGED, {"block_table": integers(3, 3)},
          "block_table: must have shape (2, max_pages), got (3, 3)"),
         (CACHE, {"block_table": integers(2), "cache_batch_idx": integers(2)},
@@ -224,6 +233,7 @@ WANTED = "in a call whose gradients are wanted"
 DIRECTED = "in a call that is differentiated in a direction"
 # Fact, what is changed beside it, words.
 OF_BACKWARD: tuple[tuple[str, Described, str], ...] = (
+    ("qv", {}, f"qv: must be None {WANTED}, as attention with it has no backward"),
     ("is_fp8", {},
      f"k: must not be of {E4M3} {WANTED}, as attention over it has no backward"),
     ("over_cache", {},
@@ -235,6 +245,7 @@ OF_BACKWARD: tuple[tuple[str, Described, str], ...] = (
      "deterministic: must be False with a floating attn_mask, got True"),
 )  # fmt: skip
 OF_DIRECTION = (
+    ("qv", f"qv: must be None {DIRECTED}, got a tensor"),
     ("is_fp8", f"k: must not be of {E4M3} {DIRECTED}"),
     ("reads_in_place", f"block_table: must be None {DIRECTED}, as must be a cache"),
     ("fp32_results", f"fp32_results: must be False {DIRECTED}, got True"),
@@ -331,6 +342,13 @@ def test_of_head_dims_on_cuda() -> None:
     assert_refused(road, ValueError, f"v: last dimension (head_dim_v) {words}")
     call.over_cache = True
     road()
+
+
+def test_of_head_dims_with_qv_on_cuda() -> None:
+    wide = {"q": zeros(6, 4, 72), "k": zeros(20, 2, 72), "v": PACKED["k"]}
+    road = partial(check_holds, rules.OF_CUDA, NAMES, described(LATENT | wide))
+    words = "q: last dimension (head_dim) must be at most 64 with qv on CUDA, got 72"
+    assert_refused(road, ValueError, words)
 
 
 @pytest.mark.parametrize("name", RANGES)

@@ -21,6 +21,7 @@ Conventions of the whole package:
     total_q). Sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of queries the first
     seqused_q[b], of keys those from leftpad_k[b] to seqused_k[b]. Its Sq and Sk are those counts,
     and i and j count from its first query and key. Other rows have out 0, lse -inf, gradient 0.
+  - With qv, of out's shape, scores = softmax_scale * (q k^T + qv v^T).
   - k and v of FP8 (e4m3) are their numbers times a scale: of a head, of a sequence's head, or of a
     token's head. q of FP8 likewise, by the key head that it reads.
 """
@@ -37,6 +38,7 @@ from tests.reference.parts import (
     AttentionResult,
     WindowBounds,
     visible_keys,
+    with_qv,
 )
 from tests.reference.varlen import (
     dense_keys,
@@ -65,4 +67,5 @@ __all__ = [
     "varlen_attention_with_gradients",
     "varlen_low_precision",
     "visible_keys",
+    "with_qv",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.dense import attention_with_gradients, low_precision
-from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult, with_qv
 from tests.reference.varlen import dense_keys
 
 
@@ -68,6 +68,7 @@ def kvcache_reference(
     rotary_interleaved: bool = True,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
+    qv: Tensor | None = None,
     options: AttentionOptions = PLAIN,
     **features: Any,
 ) -> KvCacheResult:
@@ -127,7 +128,9 @@ def kvcache_reference(
             keys = torch.cat([old[0], new])[None]
             values = torch.cat([old[1], new_v])[None]
             dout = turned.new_zeros(1, *turned.shape[:-1], values.shape[-1])
-            attended = run(turned[None], keys, values, dout, options=part)
+            queries_of_values = None if qv is None else qv[sequence.queries].reshape(dout.shape)
+            products = with_qv(turned[None], keys, values, queries_of_values)
+            attended = run(*products, values, dout, options=part)
             target.out[sequence.queries] = attended.out.view(target.out[sequence.queries].shape)
             target.lse[sequence.rows] = attended.lse.view(target.lse[sequence.rows].shape)
             for name, value in attended.noise.items():

@@ -57,6 +57,13 @@ class AttentionOptions:
 PLAIN = AttentionOptions()
 
 
+def with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose product is q k^T + qv v^T."""
+    if qv is None:
+        return q, k
+    return torch.cat([q, qv.to(q.dtype)], -1), torch.cat([k, v.to(k.dtype)], -1)
+
+
 def of_sequence(x: Tensor, index: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The part of x (B|1, Hq|1, Sq|1, Sk) that is of one sequence of these lengths: a view."""
     batch = slice(index, index + 1) if x.shape[0] > 1 else slice(0, 1)
