@@ -14,10 +14,11 @@ from typing import Any
 
 from kernel_table.row import BackwardRow, Entry, Family, Feature, ForwardRow, KernelRow, Kind
 from kernel_table.sm80 import SM80_BACKWARD, SM80_DECODE, SM80_FORWARD, SM80_HVP, SM80_JVP
-from kernel_table.sm90 import SM90_BACKWARD, SM90_FORWARD, SM90_JVP
+from kernel_table.sm90 import SM90_BACKWARD, SM90_FORWARD, SM90_JVP, SM90_LATENT
 
 ENTRIES: tuple[Entry, ...] = (
     *SM90_FORWARD,
+    *SM90_LATENT,
     *SM80_FORWARD,
     *SM80_DECODE,
     *SM90_BACKWARD,

@@ -53,6 +53,7 @@ class Kind(Enum):
     tiles = "tiles"  # each its own queries
     tall = "tall"  # likewise, for lengths that tiles of more queries fill better
     decode = "decode"  # each its own keys, for tiles of 16 rows
+    latent = "latent"  # absorbed latent attention, of few rows
 
 
 class _FeatureNames(EnumMeta):
@@ -93,6 +94,7 @@ class Kernel(Enum):
     sm80_hvp = "sm80 hvp"
     sm90_forward = "sm90 forward"
     sm90_wide_forward = "sm90 wide_forward"
+    sm90_latent = "sm90 latent"
     sm90_jvp = "sm90 jvp"
     sm90_backward = "sm90 backward"
     sm90_wide_backward = "sm90 wide_backward"
@@ -238,14 +240,15 @@ class ForwardRow(KernelRow):
     keeps_pointers: bool = of(Kernel.sm80_forward, default=False)
     stages_q: int | None = of(Kernel.sm90_forward)
     stages_kv: int | None = of(
-        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp, Kernel.sm80_decode
+        *(Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_latent, Kernel.sm90_jvp),
+        Kernel.sm80_decode,
     )
     shares_queries: bool = of(Kernel.sm80_decode, default=False)
     producer_registers: int | None = of(
-        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp
+        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_latent, Kernel.sm90_jvp
     )
     consumer_registers: int | None = of(
-        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_jvp
+        Kernel.sm90_forward, Kernel.sm90_wide_forward, Kernel.sm90_latent, Kernel.sm90_jvp
     )
     drawing_registers: int = of(Kernel.sm90_forward, default=0)
     drops_turns: bool = of(Kernel.sm90_forward, default=False)
@@ -254,8 +257,8 @@ class ForwardRow(KernelRow):
 
     @property
     def kernel(self) -> Kernel:
-        if self.kind is Kind.decode:
-            return Kernel(f"{self.family.value} decode")
+        if self.kind in (Kind.decode, Kind.latent):
+            return Kernel(f"{self.family.value} {self.kind.value}")
         if Feature.tangent in self.features:
             return Kernel(f"{self.family.value} jvp")
         return Kernel.sm90_wide_forward if self.is_wide else super().kernel
@@ -342,7 +345,8 @@ class Entry:
         family, name = self.kernel.value.split()
         is_backward = name.endswith(Pass.backward.name) or name == "hvp"
         row_type = BackwardRow if is_backward else ForwardRow
-        of_kind: dict[str, Any] = {"kind": Kind.decode} if name == Kind.decode.value else {}
+        is_kind = name in (Kind.decode.value, Kind.latent.value)
+        of_kind: dict[str, Any] = {"kind": Kind(name)} if is_kind else {}
         if name.startswith("wide_"):
             of_kind = {"is_wide": True}
         pair = self.head_dim if isinstance(self.head_dim, tuple) else (self.head_dim, None)

@@ -152,6 +152,22 @@ def _sm90_wide_forward(row: Any) -> Rules:
     yield from _registers(registers, ctas_per_sm=1)
 
 
+def _sm90_latent(row: Any) -> Rules:
+    yield row.block_m in (16, 32, 64), "rows are the columns of a product, one to a thread's pair"
+    yield row.block_n == 64, "keys are the rows of a product"
+    yield row.head_dim == 64, "the rotary columns are one piece"
+    yield row.num_warps in (4, 8), "one or two warpgroups share the columns of O"
+    pairs = row.value_dim // 128
+    yield row.value_dim % 128 == 0 and pairs % (row.num_warps // 4) == 0, (
+        "a warpgroup has pairs of pieces of 64 columns"
+    )
+    yield row.stages_kv > row.value_dim // 64, "a block is there as a whole when its P is made"
+    if row.num_warps > 4:
+        registers = {"producer_registers": (row.producer_registers, 1)}
+        registers["consumer_registers"] = (row.consumer_registers, row.num_warps // 4)
+        yield from _registers(registers, ctas_per_sm=1)
+
+
 def _sm90_wide_backward(row: Any) -> Rules:
     yield row.block_m == row.block_n == 64, "both warpgroups multiply scores of the same 64 rows"
     yield row.num_warps == 8, "two warpgroups share the columns of a gradient"
@@ -181,6 +197,7 @@ RULES: dict[str, Callable[[Any], Rules]] = {
     "sm80 hvp": _sm80_hvp,
     "sm90 forward": _sm90_forward,
     "sm90 wide_forward": _sm90_wide_forward,
+    "sm90 latent": _sm90_latent,
     "sm90 jvp": _sm90_jvp,
     "sm90 backward": _sm90_backward,
     "sm90 wide_backward": _sm90_wide_backward,

@@ -8,6 +8,7 @@ from kernel_table.features import (
     CACHE_MODIFIERS,
     DROPOUT,
     E4M3_CACHE,
+    LATENT,
     LISTS,
     MODIFIERS,
     OF_A_CACHE,
@@ -130,6 +131,26 @@ SM90_FORWARD = (
         producer_registers=24, consumer_registers=240,
         tiles=(tile({"": NO_FEATURES, "modifiers": MODIFIERS}),),
     ),
+)
+# fmt: on
+
+# sm90 latent -------------------------------------------------------------------------------------
+# Of the rows that fit the smallest one runs: of more rows a product takes longer, and the ring is
+# shorter. Stages: as many as fit. One warpgroup has the registers that the launch gives.
+
+# fmt: off
+SM90_LATENT = tuple(
+    entry(
+        Kernel.sm90_latent, (64, latent),
+        block_n=64, num_warps=4, producer_registers=0, consumer_registers=0,
+        tiles=(
+            tile({"rows16": LATENT}, block_m=16, stages_kv=stages[0]),
+            tile({"rows32": LATENT}, block_m=32, stages_kv=stages[1]),
+            tile({"rows64": LATENT}, block_m=64, stages_kv=stages[2], num_warps=8,
+                 producer_registers=24, consumer_registers=240),
+        ),
+    )
+    for latent, stages in ((256, (26, 24, 18)), (512, (25, 22, 15)))
 )
 # fmt: on
 

@@ -40,6 +40,7 @@ ROWS_OF_SMALL_UNITS = {
     Kernel.sm80_hvp: 1,
     Kernel.sm90_forward: 5,
     Kernel.sm90_wide_forward: 5,
+    Kernel.sm90_latent: 6,
     Kernel.sm90_jvp: 5,
     Kernel.sm90_backward: 5,
     Kernel.sm90_wide_backward: 5,
@@ -51,7 +52,7 @@ SPLIT_TILES = (Kernel.sm90_forward, Kernel.sm90_backward)
 # seconds, those of the sm80 decode 25. Of one kernel it is those of wide heads.
 LONGEST_FIRST = (
     *(Kernel.sm80_backward, Kernel.sm90_backward, Kernel.sm90_forward, Kernel.sm80_forward),
-    *(Kernel.sm90_jvp, Kernel.sm80_hvp, Kernel.sm80_jvp),
+    *(Kernel.sm90_latent, Kernel.sm90_jvp, Kernel.sm80_hvp, Kernel.sm80_jvp),
     *(Kernel.sm90_wide_backward, Kernel.sm90_wide_forward, Kernel.sm80_decode),
 )
 INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInstance"}

@@ -55,7 +55,7 @@ class KernelUsage:
     @property
     def is_main_kernel(self) -> bool:
         """Whether an instance's smem_bytes speak of this kernel, not of one that helps it."""
-        kinds = "forward|backward|decode|wide_forward|wide_backward|jvp|hvp"
+        kinds = "forward|backward|decode|wide_forward|wide_backward|latent|jvp|hvp"
         return re.search(rf"\d({kinds})_kernelI", self.symbol) is not None
 
     def instance(self, names: Iterable[str]) -> str | None:

@@ -78,6 +78,19 @@ struct SequenceTablePlan {
   bool used() const { return counts.exists(); }
 };
 
+// How the CTAs of a latent kernel share the work (sm90/latent/share.h).
+enum class TileSharing : std::uint8_t {
+  whole,  // each takes whole tiles
+  even,   // each takes as many blocks of keys, of one tile or of several
+  parts   // tiles have parts, which do not depend on other tiles; each takes as many of those
+};
+
+// Those of a tile's keys that several CTAs share: `count` from number `first` on.
+struct PartsOfTile {
+  int first;
+  int count;
+};
+
 // The dimensions of a call's tensors as they lie, packed or in pages. Gradients have those of their
 // tensors.
 struct TensorExtent {
@@ -108,6 +121,8 @@ struct ForwardPlan {
   Buffer<unsigned long long> arrivals;      // decode: splits of a tile that are there
   Buffer<unsigned long long> item_tickets;  // decode: splits of all tiles that CTAs have taken
   Buffer<float> out_partial, lse_partial;
+  TileSharing sharing = TileSharing::whole;  // latent
+  Buffer<PartsOfTile> parts_of_tiles;        // latent, unless tiles are whole
   std::size_t workspace_bytes = 0;
 };
 

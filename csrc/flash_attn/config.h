@@ -59,8 +59,8 @@ constexpr bool can_keep_rounding(FeatureSet features) {
 
 // tiles: a CTA's warps share the queries of a tile. tall: likewise, of more queries, for calls
 // whose lengths they fill better (host/choose_forward.cpp). decode: they share the keys, for tiles
-// of 16 rows.
-enum class ForwardKind : std::uint8_t { tiles, tall, decode };
+// of 16 rows. latent: of absorbed latent attention, for tiles of few rows.
+enum class ForwardKind : std::uint8_t { tiles, tall, decode, latent };
 
 enum class KernelFamily : std::uint8_t { sm80, sm90 };
 
@@ -75,7 +75,7 @@ struct ForwardConfig {
   int head_dim;    // the bucket: serves every head dim up to this one
   int head_dim_v;  // the bucket of v and out; other than head_dim in rows of sm90 alone
   ForwardKind kind;
-  int block_m;    // queries per tile; decode: rows, of queries and heads together
+  int block_m;    // queries per tile; decode, latent: rows, of queries and heads together
   int block_n;    // keys per step; decode: of one warp
   int num_warps;  // warps that multiply; sm90 has others, which load or draw dropout's decisions
   // CTAs that share an SM where they stay, 1 or 2. Of two, one multiplies while the other begins or
@@ -98,7 +98,8 @@ struct ForwardConfig {
 
 // Whether a kernel's CTAs stay on their SM and take tile after tile.
 constexpr bool stays_on_sm(const ForwardConfig& config) {
-  return config.family == KernelFamily::sm90 && !has_tangents(config.features);
+  return config.family == KernelFamily::sm90 && config.kind != ForwardKind::latent &&
+         !has_tangents(config.features);
 }
 
 // CTAs that share the columns of a row's results.
@@ -136,6 +137,13 @@ struct Sm90ForwardConfig {
 
 struct Sm90WideForwardConfig {
   int stages_kv;  // slots of the rings that K and V come through
+  int producer_registers;
+  int consumer_registers;
+};
+
+struct Sm90LatentConfig {
+  int stages_kv;  // pieces of 64 keys and 64 columns that the ring holds
+  // As of Sm90ForwardConfig, where two warpgroups multiply.
   int producer_registers;
   int consumer_registers;
 };

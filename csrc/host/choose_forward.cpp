@@ -210,6 +210,23 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
   return chosen;
 }
 
+// Of absorbed latent attention: the row of the fewest rows that has those of a sequence, or of the
+// most that there are.
+const ForwardInstance& choose_latent(const ForwardParams& params, const TensorExtents& extents,
+                                     const DeviceInfo& device,
+                                     std::span<const ForwardInstance* const> instances) {
+  constexpr std::int64_t most_rows = 64;
+  KernelRequest request = request_of(params, extents);
+  request.kind = ForwardKind::latent;
+  request.latent_rows = static_cast<int>(std::min(packed_rows(params), most_rows));
+  request.features |= feature::paged_kv;  // all its rows are for caches as well
+  request.seqlen = 0;
+  request.suits_sm90 = tma_can_move(params.k, params.dtype, extents.k) &&
+                       tma_can_move(params.v, params.dtype, extents.v) &&
+                       has_boxes(params.paged, params.sequences);
+  return select_instance(instances, request, device);
+}
+
 // CTAs that share the device's time evenly. A second decode CTA on an SM adds little to the loads
 // that one has under way, but converts e4m3 while the other waits.
 int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
@@ -223,6 +240,7 @@ int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
 const ForwardInstance& choose_instance(const ForwardParams& params, const TensorExtents& extents,
                                        bool has_vectors, const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances) {
+  if (params.qv.data != nullptr) return choose_latent(params, extents, device, instances);
   KernelRequest request = request_of(params, extents);
   request.kind = ForwardKind::decode;
   if (!has_vectors) return select_instance(instances, request, device);

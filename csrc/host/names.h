@@ -15,6 +15,19 @@ constexpr const char* name_of(MaskKind mask) {
   return mask == MaskKind::full ? "full" : "windowed";
 }
 
+constexpr const char* name_of(ForwardKind kind) {
+  switch (kind) {
+    case ForwardKind::tiles:
+    case ForwardKind::tall:
+      return "forward";
+    case ForwardKind::decode:
+      return "decode";
+    case ForwardKind::latent:
+      return "latent";
+  }
+  return "";
+}
+
 constexpr const char* name_of(DqPath path) {
   switch (path) {
     case DqPath::converted:

@@ -34,6 +34,13 @@ void check_forward(const ForwardParams& params) {
   if (params.e4m3_kv) check_e4m3(params);
 }
 
+// Kernels of latent attention copy 16 bytes of q and qv at a time.
+void check_latent(const ForwardParams& params, bool has_vector_rows) {
+  if (params.qv.data == nullptr) return;
+  if (!has_vector_rows || !flash_attn_cuda::has_vector_rows(params.qv, bytes_of(params.dtype)))
+    throw_error("with qv all tensors must have rows of whole 16 bytes that begin at 16 bytes");
+}
+
 int bytes_of_keys(const ForwardParams& params) {
   return params.e4m3_kv ? 1 : bytes_of(params.dtype);
 }
@@ -118,6 +125,39 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   return schedule;
 }
 
+// CTAs share the keys of tiles unless there are so many that each may have whole ones.
+void plan_latent(const ForwardParams& params, const DeviceInfo& device, ForwardPlan& plan) {
+  constexpr std::int64_t many = 8;  // tiles for every CTA
+  const SplitParams& split = params.split;
+  const std::int64_t tiles = plan.schedule.grid_size();
+  plan.grid = tiles == 0 ? 0 : device.num_sms;
+  plan.num_splits = 1;
+  if (split.batch_invariant) {
+    plan.keys_per_split = invariant_split_keys;
+    plan.num_splits = ceil_div(most_keys(params.shape, params.sequences), invariant_split_keys);
+  } else if (split.num_splits > 1) {
+    plan.num_splits = split.num_splits;
+  }
+  const bool has_parts = plan.num_splits > 1;
+  const bool is_whole = split.num_splits == 1 || split.batch_invariant || tiles >= many * plan.grid;
+  plan.sharing = has_parts  ? TileSharing::parts
+                 : is_whole ? TileSharing::whole
+                            : TileSharing::even;
+}
+
+// Parts of tiles. Where CTAs share blocks evenly, from one part to the next either the CTA or the
+// tile is another.
+void lay_out_latent(ForwardPlan& plan, WorkspaceLayout& workspace) {
+  if (plan.sharing == TileSharing::whole) return;
+  const ForwardConfig& config = plan.instance->config;
+  const std::int64_t tiles = plan.schedule.grid_size();
+  const std::int64_t parts =
+      plan.sharing == TileSharing::even ? tiles + plan.grid : tiles * plan.num_splits;
+  plan.out_partial = workspace.add<float>(parts * config.block_m * config.head_dim_v);
+  plan.lse_partial = workspace.add<float>(parts * config.block_m);
+  plan.parts_of_tiles = workspace.add<PartsOfTile>(tiles);
+}
+
 void lay_out(const ForwardParams& params, ForwardPlan& plan) {
   const ForwardConfig& config = plan.instance->config;
   const std::int64_t rows = query_rows(params) * params.shape.num_heads_q;
@@ -127,7 +167,9 @@ void lay_out(const ForwardParams& params, ForwardPlan& plan) {
   // Where CTAs that stay get several tiles of unequal length, they take tickets.
   if (stays_on_sm(config) && !has_even_tiles(params) && plan.schedule.grid_size() > plan.num_ctas)
     plan.tickets = workspace.add<unsigned long long>(1);
-  if (plan.num_splits > 1) {
+  if (config.kind == ForwardKind::latent) {
+    lay_out_latent(plan, workspace);
+  } else if (plan.num_splits > 1) {
     const bool decodes = config.kind == ForwardKind::decode;
     const int columns = decodes ? config.head_dim_v : params.shape.head_dim_v;
     plan.out_partial = workspace.add<float>(rows * plan.num_splits * columns);
@@ -159,6 +201,12 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
     plan.table = {.tile_rows = config.block_m,
                   .rows_per_query = rows_per_query(params, config),
                   .tiles_descend = last_tiles_are_long(params.window)};
+  }
+  if (config.kind == ForwardKind::latent) {
+    check_latent(params, plan.has_vector_rows);
+    plan_latent(params, device, plan);
+    lay_out(params, plan);
+    return plan;
   }
   const std::int64_t tiles =
       plan.schedule.grid_size() * ctas_of_columns(config.columns_per_cta, params.shape.head_dim_v);

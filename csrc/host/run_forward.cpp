@@ -48,7 +48,9 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& given, Stream str
                        .workspace = params.workspace},
                       stream);
   plan.instance->launch(plan, params, stream);
-  if (plan.num_splits > 1 && plan.instance->config.kind != ForwardKind::decode)
+  // Those of decode and latent kernels are theirs to combine.
+  const ForwardKind kind = plan.instance->config.kind;
+  if (plan.num_splits > 1 && kind != ForwardKind::decode && kind != ForwardKind::latent)
     run_combine(combine_params(plan, params), stream);
 }
 

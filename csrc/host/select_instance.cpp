@@ -29,7 +29,7 @@ bool has_enough_keys(const Config& config, const KernelRequest& request) {
 bool serves(const ForwardConfig& config, const KernelRequest& request) {
   const bool serves_any = config.most_causal_seqlen == 0 && config.most_full_seqlen == 0;
   const int most = request.is_causal ? config.most_causal_seqlen : config.most_full_seqlen;
-  return config.kind == request.kind && (serves_any || (most > 0 && request.seqlen <= most)) &&
+  return config.kind == request.kind && config.block_m >= request.latent_rows && (serves_any || (most > 0 && request.seqlen <= most)) &&
          has_enough_keys(config, request);
 }
 bool serves(const BackwardConfig& config, const KernelRequest& request) {
@@ -127,8 +127,7 @@ const ForwardInstance& select_instance(std::span<const ForwardInstance* const> i
                                        const KernelRequest& request, const DeviceInfo& device) {
   const ForwardInstance* instance = first_that_covers(instances, request, device);
   if (instance == nullptr) {
-    const char* pass = request.kind == ForwardKind::decode ? "decode" : "forward";
-    throw_no_instance(pass, instances, request, device);
+    throw_no_instance(name_of(request.kind), instances, request, device);
   }
   return *instance;
 }

@@ -16,6 +16,7 @@ struct KernelRequest {
   ForwardKind kind = ForwardKind::tiles;  // of a forward
   FeatureSet features = 0;
   int seqlen = 0;          // queries or keys of a sequence, of a forward
+  int latent_rows = 0;     // of a latent one: queries and heads of a sequence, or more than a tile
   int keys_per_query = 0;  // that one sees on average
   bool is_causal = false;  // a right bound makes tiles uneven
   bool fp32_results = false;

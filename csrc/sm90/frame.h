@@ -33,10 +33,13 @@ CUTE_DEVICE void publish_barriers(Maps const&... maps) {
 inline constexpr int producer_warpgroup = 0;
 enum ProducerWarp : int { loading_warp, clearing_warp, finding_warp, assisting_warp };
 
-// What setmaxnreg makes of a warpgroup's registers: it waits for those that others give away.
+// What setmaxnreg makes of a warpgroup's registers: it waits for those that others give away. 0: they
+// stay what the launch gives.
 template <class Traits, int kRegisters>
 CUTE_DEVICE void set_registers() {
-  if constexpr (kRegisters < Traits::launch_registers) {
+  if constexpr (kRegisters == 0) {
+    return;
+  } else if constexpr (kRegisters < Traits::launch_registers) {
     cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters>();

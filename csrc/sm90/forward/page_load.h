@@ -31,10 +31,11 @@ CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int
 
 // A whole warp calls it, once the tile may be written: it starts the loads that complete `full`.
 // What lies nowhere is not read but becomes zeros, because a NaN that an earlier tile has left
-// there would come out of P V, whatever P. last_box: see load_tile.
+// there would come out of P V, whatever P. last_box, first_column: see load_tile.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element* tile,
-                            PagedSpan const& span, int box_rows, int last_box) {
+                            PagedSpan const& span, int box_rows, int last_box,
+                            int first_column = 0) {
   constexpr int columns = box_columns<kColumns>;
   constexpr int row_bytes = kColumns * int(sizeof(Element));
   const int lane = threadIdx.x % 32;
@@ -57,7 +58,7 @@ CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element
   __syncwarp();
   if (is_loaded) {
     load_tile<kRows, kColumns>(map, full, tile, {place.batch, span.head, place.row, rows}, last_box,
-                               box_rows);
+                               box_rows, first_column);
   }
 }
 

@@ -131,4 +131,23 @@ CUTE_DEVICE void sync_output(int warpgroup) {
       warpgroup_threads, static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup);
 }
 
+// sync_output(), and whether any of them says so.
+CUTE_DEVICE bool sync_any(int warpgroup, bool says_so) {
+  std::uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred own, all;\n"
+      "setp.ne.u32 own, %1, 0;\n"
+      "barrier.cta.red.or.pred all, %2, %3, own;\n"
+      "selp.u32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(std::uint32_t(says_so)),
+        "r"(static_cast<std::uint32_t>(NamedBarrier::first_output) + warpgroup +
+            cutlass::arch::NamedBarrier::ReservedNamedBarrierCount),
+        "n"(warpgroup_threads)
+      : "memory");
+  return any != 0;
+}
+
 }  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,360 @@
+// A consumer warpgroup of a CTA: S^T of a block of 64 keys, and its columns of O^T, in registers.
+// Where two warpgroups share the columns of O each makes all of S: that takes half of a block's
+// products again and no barrier between them, so that one multiplies while the other makes P.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+
+#include "shared/online_softmax.h"
+#include "shared/scores/softcap.h"
+#include "sm90/latent/producer.h"
+#include "sm90/tile/results.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// What a thread knows of the softmax of its columns, rows of Q. As in OnlineSoftmax a score may
+// exceed its reference by kMaxLag before that follows.
+template <class Traits>
+struct LatentSoftmax {
+  static constexpr int columns = Traits::columns_per_thread;
+  static constexpr float lowest = -1e38f;  // below every score; finite, for differences
+
+  float reference[columns];  // in powers of two
+  float sum[columns];        // of this thread's keys
+
+  CUTE_DEVICE void clear() {
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      reference[i] = lowest;
+      sum[i] = 0.0f;
+    }
+  }
+};
+
+template <class Traits>
+struct LatentConsumer {
+  using Element = typename Traits::Element;
+  using Storage = typename Traits::SharedStorage;
+  using Scores = AccumulatorOf<typename Traits::ScoresMma, Shape<_64, Int<Traits::block_m>>>;
+  using Output = AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<Traits::block_m>>>;
+  static constexpr int columns = Traits::columns_per_thread;
+  static constexpr int own_values = Traits::own_values;
+  static constexpr int eights = Traits::block_m / 8;  // columns come in eights, two to a thread
+
+  LatentArguments const& args;
+  Storage& smem;
+  int warpgroup;
+  int thread;  // of the warpgroup
+  int warp;
+  int lane;
+  PipelineState<Traits::stages> state{};  // of the block's first piece
+  int buffer = 0;                         // of P
+  LatentSoftmax<Traits> softmax{};
+
+  CUTE_DEVICE LatentConsumer(LatentArguments const& args, Storage& smem, int warpgroup)
+      : args(args),
+        smem(smem),
+        warpgroup(warpgroup),
+        thread(threadIdx.x % warpgroup_threads),
+        warp(same_in_warp(thread / 32)),
+        lane(thread % 32) {}
+
+  // The row of Q that the thread's column i is.
+  CUTE_DEVICE int row_of(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  // The key, of the block's, that its row h of S^T is; the column of a piece of O^T.
+  CUTE_DEVICE int key_of(int h) const { return 16 * warp + lane / 4 + 8 * h; }
+
+  CUTE_DEVICE PipelineState<Traits::stages> piece_state(int piece) const {
+    PipelineState<Traits::stages> at = state;
+    at.stage += piece;
+    if (at.stage >= Traits::stages) {
+      at.stage -= Traits::stages;
+      at.lap ^= 1;
+    }
+    return at;
+  }
+  CUTE_DEVICE void release(int piece) const { consumer_release(smem.ring, piece_state(piece)); }
+
+  // S^T, piece after piece as they come.
+  CUTE_DEVICE void multiply_scores(Scores& tSrS) const {
+    typename Traits::ScoresMma mma;
+    auto sK = smem_tile<typename Traits::PieceLayout>(smem.pieces);
+    auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);
+    auto tSrK = a_fragment(mma, sK, thread);
+    auto tSrQ = b_fragment(mma, sQ, thread);
+    CUTE_UNROLL
+    for (int piece = 0; piece < Traits::pieces; ++piece) {
+      const auto at = piece_state(piece);
+      consumer_wait(smem.ring, at);
+      start_product(mma, tSrK(_, _, _, at.stage), tSrQ(_, _, _, piece), tSrS, piece > 0);
+    }
+    wait_products<0>(tSrS);
+  }
+
+  // What the window, the sequence's end or a missing page hides becomes -inf.
+  CUTE_DEVICE void hide(LatentItem const& item, int block, bool misses_keys, Scores& tSrS) const {
+    Sequence const& sequence = item.work.sequence;
+    Window const& window = args.params.window;
+    auto scores = rows_cols_view(tSrS);
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int key = block * Traits::block_n + key_of(h);
+      bool exists = key < sequence.seqlen_k;
+      if (misses_keys) exists = exists && KeyRows::of(args.params.paged, sequence).has(key);
+      CUTE_UNROLL
+      for (int i = 0; i < columns; ++i) {
+        const int centre =
+            latent_row<Traits>(args.group, item.work, row_of(i)).query + sequence.shift;
+        const bool is_seen =
+            exists && (window.left == Window::unbounded || key >= centre - window.left) &&
+            (window.right == Window::unbounded || key <= centre + window.right);
+        if (!is_seen) scores(h, i) = -INFINITY;
+      }
+    }
+  }
+
+  // S^T -> P^T in shared memory. True if some score exceeds its reference too far: P is of no use.
+  CUTE_DEVICE bool exponentiate(Scores const& tSrS, float (&sums)[columns]) const {
+    auto scores = rows_cols_view(tSrS);
+    std::uint32_t pairs[2][eights];
+    bool is_too_large = false;
+    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) sums[i] = 0.0f;
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      CUTE_UNROLL
+      for (int j = 0; j < eights; ++j) {
+        float p[2];
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          const int i = 2 * j + c;
+          const float exponent = fmaf(scores(h, i), args.scale_log2, -softmax.reference[i]);
+          is_too_large |= exponent > kMaxLag;
+          p[c] = fast_exp2(exponent);
+          sums[i] += p[c];
+        }
+        const auto pair = convert({p[0], p[1]});
+        pairs[h][j] = reinterpret_cast<std::uint32_t const&>(pair);
+      }
+    }
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.p[warpgroup]);
+    CUTE_UNROLL
+    for (int j = 0; j < eights; j += 2) {
+      // Each lane has the address of eight rows for one key, of the four bricks that a store writes.
+      auto& target = sP(8 * (j + lane / 16), 16 * warp + lane % 16, buffer);
+      SM90_U32x4_STSM_N::copy(pairs[0][j], pairs[1][j], pairs[0][j + 1], pairs[1][j + 1],
+                              *reinterpret_cast<uint128_t*>(&target));
+    }
+    cutlass::arch::fence_view_async_shared();
+    return is_too_large;
+  }
+
+  // A number of each column over the keys of all warps. own: over this thread's.
+  template <class Op>
+  CUTE_DEVICE void reduce_over_keys(float (&own)[columns], Op op) const {
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      CUTE_UNROLL
+      for (int step = 4; step < 32; step *= 2)
+        own[i] = op(own[i], __shfl_xor_sync(0xffffffffu, own[i], step));
+      if (lane < 4) smem.row_parts[warpgroup][warp][row_of(i)] = own[i];
+    }
+    sync_output(warpgroup);
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      auto const& parts = smem.row_parts[warpgroup];
+      const int row = row_of(i);
+      own[i] = op(op(parts[0][row], parts[1][row]), op(parts[2][row], parts[3][row]));
+    }
+    sync_output(warpgroup);
+  }
+
+  // References follow the scores that exceed them too far, each for itself, and O and the sums
+  // follow the references.
+  CUTE_DEVICE void raise_references(Scores const& tSrS, Output (&tOrO)[own_values]) {
+    auto scores = rows_cols_view(tSrS);
+    float largest[columns];
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i)
+      largest[i] = fmaxf(scores(0, i), scores(1, i)) * args.scale_log2;
+    reduce_over_keys(largest, [](float a, float b) { return fmaxf(a, b); });
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      const bool rises = largest[i] - softmax.reference[i] > kMaxLag;
+      const float raised = rises ? largest[i] : softmax.reference[i];
+      const float factor = fast_exp2(softmax.reference[i] - raised);
+      softmax.reference[i] = raised;
+      softmax.sum[i] *= factor;
+      CUTE_UNROLL
+      for (int t = 0; t < own_values; ++t) {
+        auto output = rows_cols_view(tOrO[t]);
+        output(0, i) *= factor;
+        output(1, i) *= factor;
+      }
+    }
+  }
+
+  // S^T -> P^T of the block, and O is ready to take it in.
+  CUTE_DEVICE void make_probabilities(Scores const& tSrS, Output (&tOrO)[own_values]) {
+    float sums[columns];
+    // The vote comes with the barrier that all need who read P.
+    if (sync_any(warpgroup, exponentiate(tSrS, sums))) {
+      raise_references(tSrS, tOrO);
+      exponentiate(tSrS, sums);
+      sync_output(warpgroup);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) softmax.sum[i] += sums[i];
+  }
+
+  // O^T += V^T P^T, two pieces at a time, so that neighbouring instructions do not wait for each
+  // other.
+  CUTE_DEVICE void multiply_values(Output (&tOrO)[own_values]) const {
+    typename Traits::OutputMma mma;
+    auto sV = transposed(smem_tile<typename Traits::PieceLayout>(smem.pieces));
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.p[warpgroup]);
+    auto tOrV = a_fragment(mma, sV, thread);
+    auto tOrP = b_fragment(mma, sP, thread);
+    const int first = 1 + warpgroup * own_values;
+    mma.accumulate_ = GMMA::ScaleOut::One;
+    CUTE_UNROLL
+    for (int t = 0; t < own_values; ++t) warpgroup_fence_operand(tOrO[t]);
+    CUTE_UNROLL
+    for (int t = 0; t < own_values; t += 2) {
+      const int even = piece_state(first + t).stage;
+      const int odd = piece_state(first + t + 1).stage;
+      warpgroup_arrive();
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(tOrV); ++k) {
+        cute::gemm(mma, tOrV(_, _, k, even), tOrP(_, _, k, buffer), tOrO[t]);
+        cute::gemm(mma, tOrV(_, _, k, odd), tOrP(_, _, k, buffer), tOrO[t + 1]);
+      }
+      warpgroup_commit_batch();
+      if (t == 0) continue;
+      warpgroup_wait<1>();
+      release(first + t - 2);
+      release(first + t - 1);
+    }
+    warpgroup_wait<0>();
+    CUTE_UNROLL
+    for (int t = 0; t < own_values; ++t) warpgroup_fence_operand(tOrO[t]);
+    release(first + own_values - 2);
+    release(first + own_values - 1);
+  }
+
+  // Pieces of O that are the other warpgroups' are read for S alone.
+  CUTE_DEVICE void release_others() const {
+    release(0);
+    CUTE_UNROLL
+    for (int piece = 0; piece < Traits::value_pieces; ++piece) {
+      if (Traits::consumers > 1 && piece / own_values != warpgroup) release(1 + piece);
+    }
+  }
+
+  CUTE_DEVICE void take_block(LatentItem const& item, int block, Output (&tOrO)[own_values]) {
+    Scores tSrS;
+    multiply_scores(tSrS);
+    const bool misses_keys = smem.misses_keys[state.stage];
+    __syncwarp();
+    release_others();
+    if (args.negates_scores) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(tSrS); ++i) tSrS(i) = -tSrS(i);
+    }
+    if (args.params.score.softcap > 0.0f) Softcap::scale_and_apply(args.params.score, tSrS);
+    if (!item.range.is_interior(block) || misses_keys) hide(item, block, misses_keys, tSrS);
+    make_probabilities(tSrS, tOrO);
+    multiply_values(tOrO);
+    buffer ^= 1;
+    state = piece_state(Traits::pieces);
+  }
+
+  // The item's part of O and LSE, normalised, or the tile's.
+  CUTE_DEVICE void write(LatentItem const& item, Output (&tOrO)[own_values]) {
+    reduce_over_keys(softmax.sum, [](float a, float b) { return a + b; });
+    TileWork const& work = item.work;
+    const bool is_part = item.part != whole_tile;
+    const bool writes_lse = warpgroup == 0 && warp == 0 && lane < 4;
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      const LatentRow row = latent_row<Traits>(args.group, work, row_of(i));
+      const bool exists = row.query < work.sequence.rows_q;
+      const bool attends = row.query < work.sequence.seqlen_q;
+      Denominator total{softmax.sum[i], softmax.reference[i]};
+      if (!attends) total.sum = 0.0f;
+      if (attends && item.is_first) total = total.with_sink(sink_of(args.params.score, row.head));
+      const float inverse = total.inverse();
+      CUTE_UNROLL
+      for (int t = 0; t < own_values; ++t) {
+        auto output = rows_cols_view(tOrO[t]);
+        // Of a row that does not attend there may be anything.
+        output(0, i) = inverse == 0.0f ? 0.0f : output(0, i) * inverse;
+        output(1, i) = inverse == 0.0f ? 0.0f : output(1, i) * inverse;
+      }
+      if (writes_lse && is_part) {
+        args.lse_parts[std::int64_t(item.part) * Traits::block_m + row_of(i)] = total.lse_log2();
+      } else if (writes_lse && exists) {
+        *lse_row(args.params, work.sequence, row.head, row.query) = total.lse();
+      }
+    }
+    if (is_part) {
+      write_part(item.part, tOrO);
+    } else {
+      write_output(work, tOrO);
+    }
+  }
+
+  // In the order of the accumulators: 16 bytes a thread.
+  CUTE_DEVICE void write_part(int part, Output const (&tOrO)[own_values]) const {
+    auto* target = reinterpret_cast<float4*>(args.out_parts) +
+                   std::int64_t(part) * (Traits::head_dim_v * Traits::block_m / 4);
+    CUTE_UNROLL
+    for (int t = 0; t < own_values; ++t) {
+      const int piece = warpgroup * own_values + t;
+      auto output = rows_cols_view(tOrO[t]);
+      CUTE_UNROLL
+      for (int j = 0; j < eights; ++j)
+        target[(piece * eights + j) * warpgroup_threads + thread] = {
+            output(0, 2 * j), output(0, 2 * j + 1), output(1, 2 * j), output(1, 2 * j + 1)};
+    }
+  }
+
+  CUTE_DEVICE void write_output(TileWork const& work, Output const (&tOrO)[own_values]) const {
+    TensorView const& out = args.params.out;
+    CUTE_UNROLL
+    for (int i = 0; i < columns; ++i) {
+      const LatentRow row = latent_row<Traits>(args.group, work, row_of(i));
+      if (row.query >= work.sequence.rows_q) continue;
+      auto* target = static_cast<Element*>(out.data) +
+                     output_offset(out, work.sequence, row.head, row.query) +
+                     warpgroup * own_values * Traits::piece_columns;
+      CUTE_UNROLL
+      for (int t = 0; t < own_values; ++t) {
+        auto output = rows_cols_view(tOrO[t]);
+        CUTE_UNROLL
+        for (int h = 0; h < 2; ++h)
+          target[t * Traits::piece_columns + key_of(h)] = Element(output(h, i));
+      }
+    }
+  }
+
+  CUTE_DEVICE void run() {
+    Output tOrO[own_values];
+    PipelineState<1> q_state;
+    for_each_item<Traits>(smem, [&](LatentItem const& item) {
+      softmax.clear();
+      CUTE_UNROLL
+      for (int t = 0; t < own_values; ++t) clear(tOrO[t]);
+      consumer_wait(smem.q_ring, q_state);
+      CUTE_NO_UNROLL
+      for (int block = item.range.begin; block < item.range.end; ++block)
+        take_block(item, block, tOrO);
+      consumer_release(smem.q_ring, q_state);
+      q_state.advance();
+      write(item, tOrO);
+    });
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,114 @@
+// The parts of tiles whose keys several CTAs share become their results: a kernel of its own, which
+// starts while the main one runs. A warp joins 16 bytes a lane of one tile's accumulators; where
+// there are many parts several warps share them.
+#pragma once
+
+#include "shared/kernel_order.h"
+#include "sm90/latent/consumer.h"
+
+namespace flash_attn_cuda::sm90 {
+
+inline constexpr int join_warps = 8;
+
+// Some parts of what a warp joins: two rows, each of two columns.
+struct JoinedParts {
+  float largest[2] = {-INFINITY, -INFINITY};  // lse, in powers of two
+  float sum[2] = {0.0f, 0.0f};                // of 2^(lse - largest)
+  float out[2][2] = {};                       // (row, column), relative to `largest`
+
+  // What a lse of -inf belongs to adds nothing, whatever it is.
+  CUTE_DEVICE void add(int row, float lse, float weight, float first, float second) {
+    if (lse == -INFINITY) return;
+    const float raised = fmaxf(largest[row], lse);
+    const float own = fast_exp2(largest[row] - raised);
+    const float others = fast_exp2(lse - raised);
+    largest[row] = raised;
+    sum[row] = sum[row] * own + weight * others;
+    out[row][0] = out[row][0] * own + first * others;
+    out[row][1] = out[row][1] * own + second * others;
+  }
+};
+
+template <class Tag>
+__global__ void __launch_bounds__(32 * join_warps)
+    latent_join_kernel(const __grid_constant__ LatentArguments args) {
+  using Traits = LatentTraits<Tag>;
+  using Element = typename Traits::Element;
+  constexpr int block_m = Traits::block_m;
+  constexpr int eights = block_m / 8;
+  constexpr int warps_of_tile = Traits::value_pieces * eights * 4;
+  constexpr int in_flight = 4;
+  __shared__ JoinedParts shared_parts[join_warps][32];
+  follow_earlier_kernels();
+
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int ways = args.warps_per_join;
+  const int way = warp % ways;
+  const int place = (static_cast<int>(blockIdx.x) * join_warps + warp) / ways;
+  const int index = place / warps_of_tile;
+  const int in_tile = place % warps_of_tile;
+  const int fragment = in_tile / 4;  // (piece, eight)
+  const int thread = in_tile % 4 * 32 + lane;
+  const auto tiles = LatentTiles<Traits>::of(args);
+  PartsOfTile parts{0, 0};
+  if (index < tiles.count) parts = args.parts_of_tiles[index];
+  const bool joins = parts.count > 1;  // else the tile's results are written
+  const int row = fragment % eights * 8 + lane % 4 * 2;
+
+  JoinedParts joined;
+  CUTE_NO_UNROLL
+  for (int first = joins ? way : parts.count; first < parts.count; first += in_flight * ways) {
+    float2 lse[in_flight];
+    float4 out[in_flight];
+    CUTE_UNROLL
+    for (int i = 0; i < in_flight; ++i) {
+      const int part = first + i * ways;
+      const std::int64_t at = parts.first + part;
+      const bool exists = part < parts.count;
+      lse[i] = float2{-INFINITY, -INFINITY};
+      out[i] = float4{};
+      if (!exists) continue;
+      lse[i] = *reinterpret_cast<const float2*>(args.lse_parts + at * block_m + row);
+      out[i] = reinterpret_cast<const float4*>(
+          args.out_parts)[(at * (Traits::value_pieces * eights) + fragment) * warpgroup_threads +
+                          thread];
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < in_flight; ++i) {
+      joined.add(0, lse[i].x, 1.0f, out[i].x, out[i].z);
+      joined.add(1, lse[i].y, 1.0f, out[i].y, out[i].w);
+    }
+  }
+  if (ways > 1) {
+    shared_parts[warp][lane] = joined;
+    __syncthreads();
+    if (way == 0) {
+      for (int other = 1; other < ways; ++other) {
+        JoinedParts const& more = shared_parts[warp + other][lane];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i)
+          joined.add(i, more.largest[i], more.sum[i], more.out[i][0], more.out[i][1]);
+      }
+    }
+  }
+  if (!joins || way != 0) return;
+
+  const TileWork work = tiles[index].work;
+  TensorView const& out = args.params.out;
+  const int column = fragment / eights * Traits::piece_columns + thread / 32 * 16 + lane / 4;
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const LatentRow place_of_row = latent_row<Traits>(args.group, work, row + i);
+    if (place_of_row.query >= work.sequence.rows_q) continue;
+    const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
+    auto* target = static_cast<Element*>(out.data) +
+                   output_offset(out, work.sequence, place_of_row.head, place_of_row.query) + column;
+    target[0] = Element(joined.out[i][0] * total.inverse());
+    target[8] = Element(joined.out[i][1] * total.inverse());
+    if (column == 0)
+      *lse_row(args.params, work.sequence, place_of_row.head, place_of_row.query) = total.lse();
+  }
+}
+
+}  // namespace flash_attn_cuda::sm90

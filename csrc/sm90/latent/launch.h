@@ -1,0 +1,65 @@
+// Host side of the Hopper kernels of absorbed latent attention: from a plan to launches.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+
+#include "host/tensor_map.h"
+#include "shared/launch.h"
+#include "shared/scores/score_scale.h"
+#include "sm90/latent/join.h"
+#include "sm90/latent/kernel.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// Warps that share the parts of a tile: as many as there are about four parts for each.
+inline int warps_per_join(const ForwardPlan& plan) {
+  if (plan.keys_per_split > 0) return 4;  // for the same bits whatever the batch
+  const std::int64_t tiles = std::max<std::int64_t>(1, plan.schedule.grid_size());
+  const std::int64_t parts =
+      plan.sharing == TileSharing::even ? plan.grid / tiles : plan.num_splits;
+  return parts >= 24 ? 8 : parts >= 12 ? 4 : parts >= 6 ? 2 : 1;
+}
+
+template <class Tag>
+void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
+  using Traits = LatentTraits<Tag>;
+  const bool is_paged = params.paged.block_table != nullptr;
+  const int box_rows =
+      is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
+  const auto map = [&](const TensorView& view, const TensorExtent& extent) {
+    return make_tensor_map(view, params.dtype, extent, {box_rows, Traits::piece_columns});
+  };
+  const bool has_softcap = params.score.softcap > 0.0f;
+  const float scale_log2 = params.score.softmax_scale * log2e;
+  const LatentArguments arguments{
+      .k_map = map(params.k, plan.extents.k),
+      .v_map = map(params.v, plan.extents.v),
+      .params = params,
+      .schedule = plan.schedule,
+      .table = SequenceTable::at(params.workspace, plan.table),
+      .group = Divider::by(params.shape.heads_per_key_head()),
+      .key_box_rows = box_rows,
+      .scale_log2 = has_softcap ? log2e : positive_scale(scale_log2),
+      .negates_scores = !has_softcap && scale_log2 < 0.0f,
+      .sharing = plan.sharing,
+      .most_parts = plan.num_splits,
+      .keys_per_part = plan.keys_per_split,
+      .warps_per_join = warps_per_join(plan),
+      .out_parts = plan.out_partial.in(params.workspace),
+      .lse_parts = plan.lse_partial.in(params.workspace),
+      .parts_of_tiles = plan.parts_of_tiles.in(params.workspace)};
+  launch_early<&latent_kernel<Tag>, Traits>(plan.grid, stream, arguments);
+  if (plan.sharing == TileSharing::whole) return;
+  const std::int64_t warps = plan.schedule.grid_size() * arguments.warps_per_join *
+                             (Traits::value_pieces * Traits::block_m / 8 * 4);
+  launch_early<&latent_join_kernel<Tag>>((warps + join_warps - 1) / join_warps, 32 * join_warps, 0,
+                                         stream, arguments);
+}
+
+template <class Tag>
+constexpr ForwardInstance make_latent_instance(const char* name) {
+  return make_instance<LatentTraits<Tag>>(name, &launch_latent<Tag>);
+}
+
+}  // namespace flash_attn_cuda::sm90

@@ -1,0 +1,94 @@
+// Everything a kernel of absorbed latent attention derives from its row of the kernel table
+// (kernel_table/).
+#pragma once
+
+#include "shared/mask/block_range.h"
+#include "shared/schedule/tile_work.h"
+#include "sm90/isa/barriers.h"
+#include "sm90/isa/copy.h"
+#include "sm90/isa/cta.h"
+#include "sm90/isa/gemm.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// Blocks of keys of one tile that a CTA takes.
+struct LatentItem {
+  TileWork work;     // head: of k
+  BlockRange range;  // the interior is the tile's
+  int part;          // where its results go; whole_tile: they are the tile's
+  bool is_first;     // of the tile's parts: it has the sink
+};
+inline constexpr int whole_tile = -1;
+
+template <class Tag>
+struct LatentTraits {
+  static constexpr ForwardConfig config = Tag::config;
+  static constexpr Sm90LatentConfig own = Tag::own;
+  static constexpr int block_m = config.block_m;  // rows: query heads of a key head, of queries
+  static constexpr int block_n = config.block_n;
+  static constexpr int head_dim_v = config.head_dim_v;
+  static constexpr int consumers = config.num_warps / 4;  // warpgroups, which share the columns of O
+  static constexpr int threads = warpgroup_threads * (1 + consumers);
+  static constexpr int launch_registers = launch_registers_of(threads);
+  static constexpr int producer_registers = own.producer_registers;
+  static constexpr int consumer_registers = own.consumer_registers;
+
+  // A block of keys comes in pieces of 64 columns: the rotary ones, then the latent ones.
+  static constexpr int piece_columns = 64;
+  static constexpr int value_pieces = head_dim_v / piece_columns;
+  static constexpr int pieces = 1 + value_pieces;
+  static constexpr int own_values = value_pieces / consumers;  // pieces of O of a warpgroup
+  static constexpr int stages = own.stages_kv;                 // pieces
+  static constexpr int item_stages = 2;
+  static constexpr int query_warps = 2;
+
+  // Operands are swapped: keys are the rows of the products, and few rows of Q their columns, of
+  // which wgmma takes as few as eight. S^T = K Q^T, O^T += V^T P^T.
+  using Element = ElementOf<config.dtype>;
+  using ScoresMma = SharedMma<Element, block_m, piece_columns>;
+  using OutputMma = TransposedMma<Element, block_m, block_n>;
+  using QueryLayout = TileLayout<Element, block_m, piece_columns, pieces>;
+  using PieceLayout = TileLayout<Element, block_n, piece_columns, stages>;
+  // Rows innermost, in bricks of eight keys and eight rows.
+  using ProbabilityLayout = decltype(tile_to_shape(GMMA::Layout_MN_INTER_Atom<Element>{},
+                                                   Shape<Int<block_m>, Int<block_n>, _2>{}));
+  static constexpr int piece_elements = block_n * piece_columns;
+
+  // What a thread holds of S^T: two keys of each of its columns, which are rows of Q.
+  static constexpr int columns_per_thread = block_m / 4;
+
+  struct SharedStorage {
+    alignas(1024) Element pieces[stages * piece_elements];
+    alignas(1024) Element q[block_m * piece_columns * LatentTraits::pieces];
+    alignas(128) Element p[consumers][2 * block_m * block_n];  // of two blocks in turn
+    float row_parts[consumers][4][block_m];  // what each warp has of a row's maximum, or sum
+    Ring<stages> ring;
+    Ring<1> q_ring;
+    Ring<item_stages> item_ring;
+    LatentItem items[item_stages];
+    bool misses_keys[stages];  // of the block whose first piece lies there: some page is nowhere
+  };
+
+  static_assert(block_n == 64, "the rows of a product");
+  static_assert(config.head_dim == piece_columns, "the rotary columns are a piece");
+  static_assert(head_dim_v % (2 * consumers * piece_columns) == 0, "a warpgroup has pairs");
+  static_assert(block_m % 16 == 0 && instruction_columns<ScoresMma> == block_m);
+  static_assert(stages >= pieces, "a block is there as a whole when its P is made");
+  static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
+};
+
+// A row of a tile: the heads of one query lie together.
+struct LatentRow {
+  int query;  // of the sequence
+  int head;   // of q
+};
+
+template <class Traits>
+CUTE_DEVICE LatentRow latent_row(Divider const& group, TileWork const& work, int row) {
+  const int index = work.tile * Traits::block_m + row;
+  const int query = group.quotient(index);
+  const int heads = static_cast<int>(group.divisor);
+  return {query, work.head * heads + index - query * heads};
+}
+
+}  // namespace flash_attn_cuda::sm90
