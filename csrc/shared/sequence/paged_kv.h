@@ -143,12 +143,20 @@ struct PageBox {
 // size of a page; the sequence has no left padding then. Without pages a tile is one box. After
 // the sequence's last key that one stands for the others, because a box needs a row
 // (sm90/isa/copy.h). seqlen_k > 0.
+FAC_HOST_DEVICE PageBox look_up_box(KeyRows const& keys, int index, int box_rows, int key_begin,
+                                    int seqlen_k) {
+  const int key = key_begin + index * box_rows;
+  if (key >= seqlen_k) return {.place = keys.look_up(seqlen_k - 1), .rows = 1};
+  const int keys_left = seqlen_k - key;
+  return {.place = keys.look_up(key), .rows = keys_left < box_rows ? keys_left : box_rows};
+}
+
+// look_up_box() where the block table has been checked.
 FAC_HOST_DEVICE PageBox find_box(KeyRows const& keys, int index, int box_rows, int key_begin,
                                  int seqlen_k, DeviceErrors* errors) {
-  const int key = key_begin + index * box_rows;
-  if (key >= seqlen_k) return {.place = keys.find(seqlen_k - 1, errors), .rows = 1};
-  const int keys_left = seqlen_k - key;
-  return {.place = keys.find(key, errors), .rows = keys_left < box_rows ? keys_left : box_rows};
+  PageBox box = look_up_box(keys, index, box_rows, key_begin, seqlen_k);
+  box.place = keys.checked(box.place, errors);
+  return box;
 }
 
 }  // namespace flash_attn_cuda

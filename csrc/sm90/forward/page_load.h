@@ -17,16 +17,27 @@ struct PagedSpan {
   bool misses_keys;  // the same in all lanes: one's box is nowhere
 };
 
+// The span as the block table says it, for checked_span(), which a whole warp calls.
+template <int kRows>
+CUTE_DEVICE PagedSpan look_up_span(KeyRows const& keys, int head, int box_rows, int key_begin,
+                                   int seqlen_k) {
+  const int lane = threadIdx.x % 32;
+  PagedSpan span{.box = {}, .head = head, .misses_keys = false};
+  if (lane * box_rows < kRows) span.box = look_up_box(keys, lane, box_rows, key_begin, seqlen_k);
+  return span;
+}
+CUTE_DEVICE PagedSpan checked_span(KeyRows const& keys, PagedSpan span, DeviceErrors* errors) {
+  if (span.box.rows > 0) span.box.place = keys.checked(span.box.place, errors);
+  span.misses_keys = __any_sync(0xffffffffu, span.box.rows > 0 && !span.box.place.exists());
+  return span;
+}
+
 // A whole warp calls it.
 template <int kRows>
 CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int key_begin,
                                 int seqlen_k, DeviceErrors* errors) {
-  const int lane = threadIdx.x % 32;
-  PagedSpan span{.box = {}, .head = head, .misses_keys = false};
-  if (lane * box_rows < kRows)
-    span.box = find_box(keys, lane, box_rows, key_begin, seqlen_k, errors);
-  span.misses_keys = __any_sync(0xffffffffu, span.box.rows > 0 && !span.box.place.exists());
-  return span;
+  return checked_span(
+      keys, look_up_span<kRows>(keys, head, box_rows, key_begin, seqlen_k), errors);
 }
 
 // A whole warp calls it, once the tile may be written: it starts the loads that complete `full`.

@@ -48,7 +48,8 @@ struct LatentConsumer {
   int warp;
   int lane;
   PipelineState<Traits::stages> state{};  // of the block's first piece
-  int buffer = 0;                         // of P
+  PipelineState<1> q_state{};
+  int buffer = 0;  // of P
   LatentSoftmax<Traits> softmax{};
 
   CUTE_DEVICE LatentConsumer(LatentArguments const& args, Storage& smem, int warpgroup)
@@ -255,6 +256,7 @@ struct LatentConsumer {
   CUTE_DEVICE void take_block(LatentItem const& item, int block, Output (&tOrO)[own_values]) {
     Scores tSrS;
     multiply_scores(tSrS);
+    if (block + 1 == item.range.end) consumer_release(smem.q_ring, q_state);
     const bool misses_keys = smem.misses_keys[state.stage];
     __syncwarp();
     release_others();
@@ -341,7 +343,6 @@ struct LatentConsumer {
 
   CUTE_DEVICE void run() {
     Output tOrO[own_values];
-    PipelineState<1> q_state;
     for_each_item<Traits>(smem, [&](LatentItem const& item) {
       softmax.clear();
       CUTE_UNROLL
@@ -350,7 +351,7 @@ struct LatentConsumer {
       CUTE_NO_UNROLL
       for (int block = item.range.begin; block < item.range.end; ++block)
         take_block(item, block, tOrO);
-      consumer_release(smem.q_ring, q_state);
+      if (item.range.empty()) consumer_release(smem.q_ring, q_state);
       q_state.advance();
       write(item, tOrO);
     });

@@ -39,7 +39,6 @@ __global__ void __launch_bounds__(32 * join_warps)
   constexpr int warps_of_tile = Traits::value_pieces * eights * 4;
   constexpr int in_flight = 4;
   __shared__ JoinedParts shared_parts[join_warps][32];
-  follow_earlier_kernels();
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -51,6 +50,9 @@ __global__ void __launch_bounds__(32 * join_warps)
   const int fragment = in_tile / 4;  // (piece, eight)
   const int thread = in_tile % 4 * 32 + lane;
   const auto tiles = LatentTiles<Traits>::of(args);
+  // Before the main kernel ends its inputs are there; its results are not.
+  const TileWork work = tiles[min(index, tiles.count - 1)].work;
+  follow_earlier_kernels();
   PartsOfTile parts{0, 0};
   if (index < tiles.count) parts = args.parts_of_tiles[index];
   const bool joins = parts.count > 1;  // else the tile's results are written
@@ -94,7 +96,6 @@ __global__ void __launch_bounds__(32 * join_warps)
   }
   if (!joins || way != 0) return;
 
-  const TileWork work = tiles[index].work;
   TensorView const& out = args.params.out;
   const int column = fragment / eights * Traits::piece_columns + thread / 32 * 16 + lane / 4;
   CUTE_UNROLL

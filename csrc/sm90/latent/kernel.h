@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   if (warp < 4) {
     set_registers<Traits, Traits::producer_registers>();
     if (warp == latent_loading_warp) {
-      load_keys<Traits>(args, smem);
+      KeyLoader<Traits>{args, smem}.run();
     } else if (warp == latent_finding_warp) {
       find_items<Traits>(args, smem);
     } else {

@@ -37,32 +37,75 @@ CUTE_DEVICE void find_items(LatentArguments const& args, typename Traits::Shared
   give({.work = {.tile = no_tile}});
 }
 
+// A warp's loads of blocks of keys: each lane has a box of rows that lie in one page.
 template <class Traits>
-CUTE_DEVICE void load_keys(LatentArguments const& args, typename Traits::SharedStorage& smem) {
-  constexpr int block_n = Traits::block_n;
-  constexpr int columns = Traits::piece_columns;
-  ForwardParams const& params = args.params;
-  PipelineState<Traits::stages> state;
-  for_each_item<Traits>(smem, [&](LatentItem const& item) {
-    Sequence const& sequence = item.work.sequence;
-    const KeyRows keys = KeyRows::of(params.paged, sequence);
+struct KeyLoader {
+  static constexpr int block_n = Traits::block_n;
+  static constexpr int columns = Traits::piece_columns;
+
+  LatentArguments const& args;
+  typename Traits::SharedStorage& smem;
+  PipelineState<Traits::stages> state{};
+
+  // What lies nowhere is not read but becomes zeros, as in load_pages.
+  CUTE_DEVICE void clear_box(typename Traits::Element* box) const {
+    auto* zeros = reinterpret_cast<uint4*>(box);
     CUTE_NO_UNROLL
-    for (int block = item.range.begin; block < item.range.end; ++block) {
-      const PagedSpan span =
-          find_span<block_n>(keys, item.work.head, args.key_box_rows, block * block_n,
-                             sequence.seqlen_k, params.errors);
-      CUTE_NO_UNROLL
-      for (int piece = 0; piece < Traits::pieces; ++piece, state.advance()) {
-        producer_acquire(smem.ring, state);
-        if (threadIdx.x % 32 == 0) smem.misses_keys[state.stage] = span.misses_keys;
-        load_pages<block_n, columns>(piece == 0 ? args.k_map : args.v_map,
-                                     &smem.ring.full[state.stage],
-                                     smem.pieces + state.stage * Traits::piece_elements, span,
-                                     args.key_box_rows, columns, max(piece - 1, 0) * columns);
+    for (int i = 0; i < args.key_box_rows * columns * 2 / int(sizeof(uint4)); ++i)
+      zeros[i] = {0, 0, 0, 0};
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  CUTE_DEVICE void load(PagedSpan const& span) {
+    const int lane = threadIdx.x % 32;
+    auto const& [place, rows] = span.box;
+    const bool is_loaded = rows > 0 && place.exists();
+    const int boxes = __popc(__ballot_sync(0xffffffffu, is_loaded));
+    const int bytes = boxes * args.key_box_rows * columns * int(sizeof(typename Traits::Element));
+    CUTE_NO_UNROLL
+    for (int piece = 0; piece < Traits::pieces; ++piece, state.advance()) {
+      producer_acquire(smem.ring, state);
+      std::uint64_t* full = &smem.ring.full[state.stage];
+      auto* box = smem.pieces + state.stage * Traits::piece_elements +
+                  lane * args.key_box_rows * columns;
+      if (span.misses_keys) {
+        if (rows > 0 && !is_loaded) clear_box(box);
+        __syncwarp();
+      }
+      if (lane == 0) {
+        smem.misses_keys[state.stage] = span.misses_keys;
+        FullBarrier::arrive_and_expect_tx(full, bytes);
+      }
+      if (is_loaded) {
+        load_tile<block_n, columns>(piece == 0 ? args.k_map : args.v_map, full, box,
+                                    {place.batch, span.head, place.row, rows}, columns,
+                                    args.key_box_rows, max(piece - 1, 0) * columns);
       }
     }
-  });
-}
+  }
+
+  CUTE_DEVICE void run() {
+    ForwardParams const& params = args.params;
+    for_each_item<Traits>(smem, [&](LatentItem const& item) {
+      Sequence const& sequence = item.work.sequence;
+      const KeyRows keys = KeyRows::of(params.paged, sequence);
+      const int end = item.range.end;
+      // Places are looked up a block ahead of the loads.
+      const auto look_up = [&](int block) {
+        return look_up_span<block_n>(keys, item.work.head, args.key_box_rows, block * block_n,
+                                     sequence.seqlen_k);
+      };
+      PagedSpan next{};
+      if (item.range.begin < end) next = look_up(item.range.begin);
+      CUTE_NO_UNROLL
+      for (int block = item.range.begin; block < end; ++block) {
+        const PagedSpan span = checked_span(keys, next, params.errors);
+        if (block + 1 < end) next = look_up(block + 1);
+        load(span);
+      }
+    });
+  }
+};
 
 // Rows that do not attend, and columns that do not exist, are zeros.
 template <class Traits>

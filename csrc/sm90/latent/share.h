@@ -65,14 +65,30 @@ struct LatentTiles {
   }
 };
 
-// Places [begin, end) of those that all tiles have, one after the other.
-struct CtaShare {
-  std::int64_t total;
-  int ctas;
+// A division that is short where numbers are, as they are nearly always.
+CUTE_DEVICE std::int64_t quotient(std::int64_t dividend, std::int64_t divisor) {
+  const bool is_short = ((dividend | divisor) >> 32) == 0;
+  return is_short ? static_cast<std::uint32_t>(dividend) / static_cast<std::uint32_t>(divisor)
+                  : dividend / divisor;
+}
 
-  CUTE_DEVICE std::int64_t begin(int cta) const { return total * cta / ctas; }
+// The places that all tiles have, one after the other, shared out to CTAs: `more` of them have one
+// more than `each`.
+struct CtaShare {
+  std::int64_t each;
+  std::int64_t more;
+
+  CUTE_DEVICE static CtaShare of(std::int64_t total, int ctas) {
+    const std::int64_t each = quotient(total, ctas);
+    return {each, total - each * ctas};
+  }
+  CUTE_DEVICE std::int64_t begin(int cta) const {
+    return each * cta + min(more, std::int64_t(cta));
+  }
   CUTE_DEVICE int cta_of(std::int64_t place) const {
-    return static_cast<int>(((place + 1) * ctas - 1) / total);
+    const std::int64_t of_larger = more * (each + 1);
+    return static_cast<int>(place < of_larger ? quotient(place, each + 1)
+                                              : more + quotient(place - of_larger, each));
   }
 };
 
@@ -107,8 +123,9 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   // A block alone is not worth a part.
   const bool is_even = args.sharing == TileSharing::even;
   const std::int64_t useful = is_even ? (total + 1) / 2 : total;
-  const CtaShare share{total, static_cast<int>(min(std::int64_t(gridDim.x), useful))};
-  if (cta >= share.ctas) return;
+  const int ctas = static_cast<int>(min(std::int64_t(gridDim.x), useful));
+  if (cta >= ctas) return;
+  const CtaShare share = CtaShare::of(total, ctas);
 
   std::int64_t place = share.begin(cta);
   const std::int64_t end = share.begin(cta + 1);
