@@ -150,7 +150,7 @@ SM90_LATENT = tuple(
                  producer_registers=24, consumer_registers=240),
         ),
     )
-    for latent, stages in ((256, (26, 24, 18)), (512, (25, 22, 15)))
+    for latent, stages in ((256, (26, 24, 20)), (512, (25, 22, 17)))
 )
 # fmt: on
 

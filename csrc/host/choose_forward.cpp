@@ -221,7 +221,11 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
   request.latent_rows = static_cast<int>(std::min(packed_rows(params), most_rows));
   request.features |= feature::paged_kv;  // all its rows are for caches as well
   request.seqlen = 0;
-  request.suits_sm90 = tma_can_move(params.k, params.dtype, extents.k) &&
+  TensorExtent of_qv = extents.q;
+  of_qv.head_dim = params.shape.head_dim_v;
+  request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
+                       tma_can_move(params.qv, params.dtype, of_qv) &&
+                       tma_can_move(params.k, params.dtype, extents.k) &&
                        tma_can_move(params.v, params.dtype, extents.v) &&
                        has_boxes(params.paged, params.sequences);
   return select_instance(instances, request, device);

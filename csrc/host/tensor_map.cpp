@@ -146,6 +146,20 @@ CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExt
        .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1, 1}});
 }
 
+CUtensorMap make_heads_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
+                           const TensorBox& box) {
+  return make_pair_map({.data = view.data,
+                        .dtype = dtype,
+                        .batch_size = extent.batch_size,
+                        .num_heads = extent.rows,
+                        .rows = extent.num_heads,
+                        .columns = extent.head_dim,
+                        .batch_stride = view.batch_stride,
+                        .head_stride = view.row_stride,
+                        .row_stride = view.head_stride},
+                       box);
+}
+
 PairTensor pair_tensor(const BiasParams& bias, Dtype dtype, const AttentionShape& shape) {
   return {.data = bias.data,
           .dtype = dtype,

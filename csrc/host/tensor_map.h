@@ -31,6 +31,10 @@ bool tma_can_move(const TensorView& view, Dtype dtype, const TensorExtent& exten
 CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
                             const TensorBox& box);
 
+// A map whose boxes are heads of one row: coordinates (column, head, row, batch).
+CUtensorMap make_heads_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,
+                           const TensorBox& box);
+
 // A bias or its gradient, (batch or 1, heads or 1, rows, columns), or a mask's bits, as columns of
 // bf16.
 struct PairTensor {

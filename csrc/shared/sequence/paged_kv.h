@@ -61,12 +61,16 @@ struct KeyRows {
   int first_row = 0;
 
   FAC_HOST_DEVICE static KeyRows of(const PagedKvParams& paged, const Sequence& sequence) {
+    return of(paged, sequence, Divider::by(paged.page_size));
+  }
+  FAC_HOST_DEVICE static KeyRows of(const PagedKvParams& paged, const Sequence& sequence,
+                                    const Divider& page_size) {
     KeyRows rows;
     rows.batch = sequence.batch_k;
     rows.first_row = sequence.row_k;
     if (paged.block_table != nullptr) {
       rows.pages = paged.block_table + sequence.batch_k * paged.table_stride;
-      rows.page_size = Divider::by(paged.page_size);
+      rows.page_size = page_size;
       rows.max_pages = paged.max_pages;
       rows.num_pages = paged.num_pages;
     }

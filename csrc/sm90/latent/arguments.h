@@ -10,19 +10,21 @@
 namespace flash_attn_cuda::sm90 {
 
 struct LatentArguments {
-  CUtensorMap k_map;  // of the rotary columns
-  CUtensorMap v_map;  // of the latent columns
+  CUtensorMap q_map, k_map;   // of the rotary columns
+  CUtensorMap qv_map, v_map;  // of the latent columns
   ForwardParams params;
   TileSchedule schedule;  // heads are key heads
   SequenceTable table;
   Divider group;        // query heads of a key head
+  int query_box_rows;   // of a box of q or qv: heads of one query
   int key_box_rows;     // of a box of k or v: a block's, or what lies in one page
   float scale_log2;     // from a score to powers of two, positive: hidden scores are -inf
   bool negates_scores;  // softmax_scale < 0
   TileSharing sharing;
   int most_parts;      // of a tile, where sharing is in parts
   int keys_per_part;   // 0: what most_parts leave each
-  int warps_per_join;  // that share the parts of what a warp joins
+  int warps_per_join;   // that share the parts of what a warp joins
+  int pieces_per_join;  // that a warp joins one after the other
   float* out_parts;    // (parts, columns, rows), in the order of the accumulators
   float* lse_parts;    // (parts, rows), in powers of two
   PartsOfTile* parts_of_tiles;

@@ -199,6 +199,7 @@ struct LatentConsumer {
   // S^T -> P^T of the block, and O is ready to take it in.
   CUTE_DEVICE void make_probabilities(Scores const& tSrS, Output (&tOrO)[own_values]) {
     float sums[columns];
+    if (Traits::buffers_p == 1) sync_output(warpgroup);  // all have read the last block's
     // The vote comes with the barrier that all need who read P.
     if (sync_any(warpgroup, exponentiate(tSrS, sums))) {
       raise_references(tSrS, tOrO);
@@ -268,7 +269,7 @@ struct LatentConsumer {
     if (!item.range.is_interior(block) || misses_keys) hide(item, block, misses_keys, tSrS);
     make_probabilities(tSrS, tOrO);
     multiply_values(tOrO);
-    buffer ^= 1;
+    if (Traits::buffers_p > 1) buffer ^= 1;
     state = piece_state(Traits::pieces);
   }
 
@@ -347,12 +348,11 @@ struct LatentConsumer {
       softmax.clear();
       CUTE_UNROLL
       for (int t = 0; t < own_values; ++t) clear(tOrO[t]);
-      consumer_wait(smem.q_ring, q_state);
+      if (!item.range.empty()) consumer_wait(smem.q_ring, q_state);
       CUTE_NO_UNROLL
       for (int block = item.range.begin; block < item.range.end; ++block)
         take_block(item, block, tOrO);
-      if (item.range.empty()) consumer_release(smem.q_ring, q_state);
-      q_state.advance();
+      if (!item.range.empty()) q_state.advance();
       write(item, tOrO);
     });
   }

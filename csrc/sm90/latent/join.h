@@ -36,7 +36,6 @@ __global__ void __launch_bounds__(32 * join_warps)
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   constexpr int eights = block_m / 8;
-  constexpr int warps_of_tile = Traits::value_pieces * eights * 4;
   constexpr int in_flight = 4;
   __shared__ JoinedParts shared_parts[join_warps][32];
 
@@ -45,70 +44,74 @@ __global__ void __launch_bounds__(32 * join_warps)
   const int ways = args.warps_per_join;
   const int way = warp % ways;
   const int place = (static_cast<int>(blockIdx.x) * join_warps + warp) / ways;
-  const int index = place / warps_of_tile;
-  const int in_tile = place % warps_of_tile;
-  const int fragment = in_tile / 4;  // (piece, eight)
-  const int thread = in_tile % 4 * 32 + lane;
+  // A quarter of an accumulator, which is a warp's, of eight rows and some pieces of a tile.
+  const int thread = place % 4 * 32 + lane;
+  const int eight = place / 4 % eights;
+  const int groups = Traits::value_pieces / args.pieces_per_join;
+  const int first_piece = place / (4 * eights) % groups * args.pieces_per_join;
+  const int index = place / (4 * eights) / groups;
+  const int row = 8 * eight + lane % 4 * 2;
   const auto tiles = LatentTiles<Traits>::of(args);
-  // Before the main kernel ends its inputs are there; its results are not.
+  // What the main kernel reads is there before it ends, as it has waited for it.
   const TileWork work = tiles[min(index, tiles.count - 1)].work;
   follow_earlier_kernels();
   PartsOfTile parts{0, 0};
   if (index < tiles.count) parts = args.parts_of_tiles[index];
-  const bool joins = parts.count > 1;  // else the tile's results are written
-  const int row = fragment % eights * 8 + lane % 4 * 2;
+  if (parts.count <= 1) parts.count = 0;  // the tile's results are written
+  const bool writes = parts.count > 0 && way == 0;
 
-  JoinedParts joined;
   CUTE_NO_UNROLL
-  for (int first = joins ? way : parts.count; first < parts.count; first += in_flight * ways) {
-    float2 lse[in_flight];
-    float4 out[in_flight];
-    CUTE_UNROLL
-    for (int i = 0; i < in_flight; ++i) {
-      const int part = first + i * ways;
-      const std::int64_t at = parts.first + part;
-      const bool exists = part < parts.count;
-      lse[i] = float2{-INFINITY, -INFINITY};
-      out[i] = float4{};
-      if (!exists) continue;
-      lse[i] = *reinterpret_cast<const float2*>(args.lse_parts + at * block_m + row);
-      out[i] = reinterpret_cast<const float4*>(
-          args.out_parts)[(at * (Traits::value_pieces * eights) + fragment) * warpgroup_threads +
-                          thread];
+  for (int piece = first_piece; piece < first_piece + args.pieces_per_join; ++piece) {
+    JoinedParts joined;
+    CUTE_NO_UNROLL
+    for (int first = way; first < parts.count; first += in_flight * ways) {
+      float2 lse[in_flight];
+      float4 out[in_flight];
+      CUTE_UNROLL
+      for (int i = 0; i < in_flight; ++i) {
+        const int part = first + i * ways;
+        const std::int64_t at = parts.first + part;
+        lse[i] = float2{-INFINITY, -INFINITY};
+        out[i] = float4{};
+        if (part >= parts.count) continue;
+        lse[i] = *reinterpret_cast<const float2*>(args.lse_parts + at * block_m + row);
+        const std::int64_t fragment = (at * Traits::value_pieces + piece) * eights + eight;
+        out[i] =
+            reinterpret_cast<const float4*>(args.out_parts)[fragment * warpgroup_threads + thread];
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < in_flight; ++i) {
+        joined.add(0, lse[i].x, 1.0f, out[i].x, out[i].z);
+        joined.add(1, lse[i].y, 1.0f, out[i].y, out[i].w);
+      }
     }
-    CUTE_UNROLL
-    for (int i = 0; i < in_flight; ++i) {
-      joined.add(0, lse[i].x, 1.0f, out[i].x, out[i].z);
-      joined.add(1, lse[i].y, 1.0f, out[i].y, out[i].w);
-    }
-  }
-  if (ways > 1) {
-    shared_parts[warp][lane] = joined;
-    __syncthreads();
-    if (way == 0) {
-      for (int other = 1; other < ways; ++other) {
+    if (ways > 1) {
+      __syncthreads();
+      shared_parts[warp][lane] = joined;
+      __syncthreads();
+      for (int other = 1; way == 0 && other < ways; ++other) {
         JoinedParts const& more = shared_parts[warp + other][lane];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i)
           joined.add(i, more.largest[i], more.sum[i], more.out[i][0], more.out[i][1]);
       }
     }
-  }
-  if (!joins || way != 0) return;
+    if (!writes) continue;
 
-  TensorView const& out = args.params.out;
-  const int column = fragment / eights * Traits::piece_columns + thread / 32 * 16 + lane / 4;
-  CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const LatentRow place_of_row = latent_row<Traits>(args.group, work, row + i);
-    if (place_of_row.query >= work.sequence.rows_q) continue;
-    const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
-    auto* target = static_cast<Element*>(out.data) +
-                   output_offset(out, work.sequence, place_of_row.head, place_of_row.query) + column;
-    target[0] = Element(joined.out[i][0] * total.inverse());
-    target[8] = Element(joined.out[i][1] * total.inverse());
-    if (column == 0)
-      *lse_row(args.params, work.sequence, place_of_row.head, place_of_row.query) = total.lse();
+    TensorView const& out = args.params.out;
+    const int column = piece * Traits::piece_columns + thread / 32 * 16 + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const LatentRow place_of_row = latent_row<Traits>(args.group, work, row + i);
+      if (place_of_row.query >= work.sequence.rows_q) continue;
+      const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
+      auto* target = static_cast<Element*>(out.data) + column +
+                     output_offset(out, work.sequence, place_of_row.head, place_of_row.query);
+      target[0] = Element(joined.out[i][0] * total.inverse());
+      target[8] = Element(joined.out[i][1] * total.inverse());
+      if (column == 0)
+        *lse_row(args.params, work.sequence, place_of_row.head, place_of_row.query) = total.lse();
+    }
   }
 }
 

@@ -3,8 +3,8 @@
 // values as well. The time is that of reading keys once.
 //
 // A tile is block_m rows, the query heads of a key head of as many queries as fit. CTAs share the
-// keys (share.h). Threads: four producer warps (producer.h), of which one finds what there is to
-// do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and two load queries; and
+// keys (share.h). Threads: a producer warpgroup (producer.h), of which one warp finds what there
+// is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one queries; and
 // one or two consumer warpgroups (consumer.h). Parts of tiles are joined by a second kernel
 // (join.h).
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace flash_attn_cuda::sm90 {
 
-enum LatentWarp : int { latent_loading_warp, latent_finding_warp, latent_first_query_warp };
+enum LatentWarp : int { latent_loading_warp, latent_finding_warp, latent_query_warp };
 
 template <class Tag>
 __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   if (threadIdx.x == 0) {
     constexpr int consumer_warps = 4 * Traits::consumers;
     smem.ring.init(consumer_warps);
-    smem.q_ring.init(consumer_warps, Traits::query_warps);
-    smem.item_ring.init(consumer_warps + 1 + Traits::query_warps);
-    publish_barriers(args.k_map, args.v_map);
+    smem.q_ring.init(consumer_warps);
+    smem.item_ring.init(consumer_warps + 2);  // the loading warps read items too
+    publish_barriers(args.q_map, args.k_map, args.qv_map, args.v_map);
   }
   follow_earlier_kernels();
   __syncthreads();
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
       KeyLoader<Traits>{args, smem}.run();
     } else if (warp == latent_finding_warp) {
       find_items<Traits>(args, smem);
-    } else {
-      load_queries<Traits>(args, smem, warp - latent_first_query_warp);
+    } else if (warp == latent_query_warp) {
+      load_queries<Traits>(args, smem);
     }
   } else {
     set_registers<Traits, Traits::consumer_registers>();

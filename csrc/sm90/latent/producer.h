@@ -1,8 +1,6 @@
-// The producer warps of a CTA. One finds items, one loads keys and two load queries; each of the
-// others reads the items as the consumers do.
+// The producer warps of a CTA: one finds items, one loads keys and one queries. The loading ones read
+// the items as the consumers do.
 #pragma once
-
-#include <cute/arch/copy_sm80.hpp>
 
 #include "sm90/forward/page_load.h"
 #include "sm90/latent/share.h"
@@ -86,9 +84,10 @@ struct KeyLoader {
 
   CUTE_DEVICE void run() {
     ForwardParams const& params = args.params;
+    const Divider page_size = Divider::by(max(params.paged.page_size, 1));
     for_each_item<Traits>(smem, [&](LatentItem const& item) {
       Sequence const& sequence = item.work.sequence;
-      const KeyRows keys = KeyRows::of(params.paged, sequence);
+      const KeyRows keys = KeyRows::of(params.paged, sequence, page_size);
       const int end = item.range.end;
       // Places are looked up a block ahead of the loads.
       const auto look_up = [&](int block) {
@@ -107,46 +106,33 @@ struct KeyLoader {
   }
 };
 
-// Rows that do not attend, and columns that do not exist, are zeros.
+// A warp's loads of Q, each lane boxes of rows that are heads of one query. Rows that do not attend
+// may be anything: they are columns of the products, and stay by themselves.
 template <class Traits>
-CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::SharedStorage& smem,
-                              int warp) {
+CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
-  constexpr int chunk = vector_bytes / int(sizeof(Element));
-  constexpr int chunks_of_piece = Traits::piece_columns / chunk;
-  constexpr int chunks_of_row = Traits::pieces * chunks_of_piece;
-  ForwardParams const& params = args.params;
+  constexpr int columns = Traits::piece_columns;
+  constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
+  constexpr int bytes = Traits::block_m * columns * Traits::pieces * int(sizeof(Element));
+  const int boxes = Traits::block_m / args.query_box_rows;  // of a piece
   PipelineState<1> state;
-  auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, 64, pieces)
   for_each_item<Traits>(smem, [&](LatentItem const& item) {
+    if (item.range.empty()) return;
     Sequence const& sequence = item.work.sequence;
     producer_acquire(smem.q_ring, state);
+    std::uint64_t* full = &smem.q_ring.full[0];
+    if (threadIdx.x % 32 == 0) FullBarrier::arrive_and_expect_tx(full, bytes);
     CUTE_NO_UNROLL
-    for (int i = threadIdx.x % 32 + 32 * warp; i < Traits::block_m * chunks_of_row;
-         i += 32 * Traits::query_warps) {
-      const int row = i / chunks_of_row;
-      const int piece = i % chunks_of_row / chunks_of_piece;
-      const int column = i % chunks_of_piece * chunk;
+    for (int i = threadIdx.x % 32; i < boxes * Traits::pieces; i += 32) {
+      const int piece = i / boxes;
+      const int row = (i - piece * boxes) * args.query_box_rows;
       const LatentRow place = latent_row<Traits>(args.group, item.work, row);
-      const bool is_rotary = piece == 0;
-      TensorView const& view = is_rotary ? params.q : params.qv;
-      const int first = is_rotary ? column : (piece - 1) * Traits::piece_columns + column;
-      const bool exists =
-          place.query < sequence.seqlen_q &&
-          first < (is_rotary ? params.shape.head_dim : params.shape.head_dim_v);
-      const Element* source = static_cast<const Element*>(view.data);
-      if (exists)
-        source += sequence.batch_q * view.batch_stride + place.head * view.head_stride +
-                  (std::int64_t(sequence.row_q) + place.query) * view.row_stride + first;
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
-          *reinterpret_cast<const uint128_t*>(source),
-          *reinterpret_cast<uint128_t*>(&sQ(row, column, piece)), exists);
+      const int query = sequence.row_q + min(place.query, sequence.seqlen_q - 1);
+      SM90_TMA_LOAD_4D::copy(piece == 0 ? &args.q_map : &args.qv_map, full, hint,
+                             smem.q + (piece * Traits::block_m + row) * columns,
+                             max(piece - 1, 0) * columns, place.head, query, sequence.batch_q);
     }
-    cp_async_fence();
-    cp_async_wait<0>();
-    cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    producer_commit(smem.q_ring, state);
     state.advance();
   });
 }

@@ -103,70 +103,93 @@ CUTE_DEVICE LatentItem item_of_parts(LatentTile const& tile, int first, int coun
   return item;
 }
 
-// Calls give(item) for each of this CTA's, by one warp.
+// CTAs that take part. A block alone is not worth a part, and with a whole number of CTAs to a tile
+// tiles of one length are cut where they end.
+CUTE_DEVICE int ctas_that_share(LatentArguments const& args, int tiles, std::int64_t total) {
+  const int all = static_cast<int>(gridDim.x);
+  if (args.sharing == TileSharing::parts) return static_cast<int>(min(std::int64_t(all), total));
+  const int to_a_tile = all / max(tiles, 1) * tiles;
+  const int wanted = 10 * to_a_tile >= 9 * all ? to_a_tile : all;
+  return static_cast<int>(min(std::int64_t(wanted), (total + 1) / 2));
+}
+
+// Calls give(item) for each of this CTA's, by one warp. It is the first that a CTA does, when no
+// instruction is in a cache: one loop for the sum of all parts, for the tile where the CTA's begin
+// and for the walk from there, and one call of everything.
 template <class Traits, class Give>
 CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
+  enum { summing, seeking, walking } phase = summing;
   const auto tiles = LatentTiles<Traits>::of(args);
   const int lane = threadIdx.x % 32;
   const int cta = blockIdx.x;
-  if (args.sharing == TileSharing::whole) {
-    for (int i = cta; i < tiles.count; i += gridDim.x)
-      give(item_of_parts(tiles[i], 0, 1, whole_tile));
-    return;
-  }
-  const auto parts_at = [&](int i) { return i < tiles.count ? tiles[i].division.count : 0; };
-  std::int64_t total = 0;
-  CUTE_NO_UNROLL
-  for (int i = lane; i < tiles.count; i += 32) total += parts_at(i);
-  CUTE_UNROLL
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
-  // A block alone is not worth a part.
+  const bool is_whole = args.sharing == TileSharing::whole;
   const bool is_even = args.sharing == TileSharing::even;
-  const std::int64_t useful = is_even ? (total + 1) / 2 : total;
-  const int ctas = static_cast<int>(min(std::int64_t(gridDim.x), useful));
-  if (cta >= ctas) return;
-  const CtaShare share = CtaShare::of(total, ctas);
-
-  std::int64_t place = share.begin(cta);
-  const std::int64_t end = share.begin(cta + 1);
-  std::int64_t first = 0;  // place of the tile's first part
-  int index = 0;
+  std::int64_t total = 0;
+  std::int64_t first = 0;  // place of the tile's first part; before the walk, of the lanes' first
+  std::int64_t place = 0;  // the next of this CTA's
+  std::int64_t end = 0;
+  CtaShare share{};
+  int index = is_whole ? cta : lane;
+  if (is_whole) phase = walking;
   CUTE_NO_UNROLL
-  for (;; index += 32) {
-    const int own = parts_at(index + lane);
-    std::int64_t last = own;  // place after this lane's, from `first` on
+  while (true) {
+    LatentTile tile;
+    int own = 0;
+    if (index < tiles.count) {
+      tile = tiles[index];
+      own = tile.division.count;
+    }
+    if (phase == walking) {
+      if (is_whole ? index >= tiles.count : place >= end) return;
+      const int skipped = is_whole ? 0 : static_cast<int>(place - first);
+      const int taken =
+          is_whole ? 1 : static_cast<int>(min(std::int64_t(own) - skipped, end - place));
+      PartsOfTile parts{index * args.most_parts, own};
+      if (is_even) parts = {cta + index, share.cta_of(first + own - 1) - cta + 1};
+      // Where the parts of the tile lie, for who joins them.
+      if (!is_whole && skipped == 0 && lane == 0) args.parts_of_tiles[index] = parts;
+      const int at_once = is_even ? taken : 1;
+      CUTE_NO_UNROLL
+      for (int i = skipped; i < skipped + taken; i += at_once) {
+        const int part = is_even ? cta + index : parts.first + i;
+        give(item_of_parts(tile, i, at_once, at_once == own ? whole_tile : part));
+      }
+      first += own;
+      place += taken;
+      index += is_whole ? static_cast<int>(gridDim.x) : 1;
+      continue;
+    }
+    std::int64_t last = own;  // this lane's and those before it
     CUTE_UNROLL
     for (int step = 1; step < 32; step *= 2) {
       const std::int64_t other = __shfl_up_sync(0xffffffffu, last, step);
       if (lane >= step) last += other;
     }
-    const unsigned holds = __ballot_sync(0xffffffffu, first + last > place);
-    const int found = holds == 0 ? 31 : __ffs(holds) - 1;
-    first += __shfl_sync(0xffffffffu, holds == 0 ? last : last - own, found);
-    if (holds == 0) continue;
-    index += found;
-    break;
-  }
-  CUTE_NO_UNROLL
-  for (; place < end; ++index) {
-    const LatentTile tile = tiles[index];
-    const int count = tile.division.count;
-    const int skipped = static_cast<int>(place - first);
-    const int taken = static_cast<int>(min(std::int64_t(count) - skipped, end - place));
-    // Where the parts of the tile lie, for who joins them.
-    PartsOfTile parts{index * args.most_parts, count};
-    if (is_even) parts = {cta + index, share.cta_of(first + count - 1) - cta + 1};
-    if (skipped == 0 && lane == 0) args.parts_of_tiles[index] = parts;
-    if (is_even) {
-      const bool is_whole = taken == count;
-      give(item_of_parts(tile, skipped, taken, is_whole ? whole_tile : cta + index));
-    } else {
-      CUTE_NO_UNROLL
-      for (int i = skipped; i < skipped + taken; ++i)
-        give(item_of_parts(tile, i, 1, count == 1 ? whole_tile : parts.first + i));
+    const std::int64_t of_all = __shfl_sync(0xffffffffu, last, 31);
+    const int lanes_begin = index - lane;
+    if (phase == summing) {
+      total += of_all;
+      index += 32;
+      if (lanes_begin + 32 < tiles.count) continue;
+      const int ctas = ctas_that_share(args, tiles.count, total);
+      if (cta >= ctas) return;
+      share = CtaShare::of(total, ctas);
+      place = share.begin(cta);
+      end = share.begin(cta + 1);
+      phase = seeking;
+      index = lane;
+      if (tiles.count > 32) continue;
     }
-    first += count;
-    place += taken;
+    const unsigned holds = __ballot_sync(0xffffffffu, first + last > place);
+    if (holds == 0) {
+      first += of_all;
+      index += 32;
+      continue;
+    }
+    const int found = __ffs(holds) - 1;
+    first += __shfl_sync(0xffffffffu, last - own, found);
+    index = lanes_begin + found;
+    phase = walking;
   }
 }
 

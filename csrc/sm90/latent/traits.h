@@ -40,7 +40,7 @@ struct LatentTraits {
   static constexpr int own_values = value_pieces / consumers;  // pieces of O of a warpgroup
   static constexpr int stages = own.stages_kv;                 // pieces
   static constexpr int item_stages = 2;
-  static constexpr int query_warps = 2;
+  static constexpr int buffers_p = consumers > 1 ? 1 : 2;  // one leaves room for pieces
 
   // Operands are swapped: keys are the rows of the products, and few rows of Q their columns, of
   // which wgmma takes as few as eight. S^T = K Q^T, O^T += V^T P^T.
@@ -51,7 +51,7 @@ struct LatentTraits {
   using PieceLayout = TileLayout<Element, block_n, piece_columns, stages>;
   // Rows innermost, in bricks of eight keys and eight rows.
   using ProbabilityLayout = decltype(tile_to_shape(GMMA::Layout_MN_INTER_Atom<Element>{},
-                                                   Shape<Int<block_m>, Int<block_n>, _2>{}));
+                                                   Shape<Int<block_m>, Int<block_n>, Int<buffers_p>>{}));
   static constexpr int piece_elements = block_n * piece_columns;
 
   // What a thread holds of S^T: two keys of each of its columns, which are rows of Q.
@@ -60,7 +60,7 @@ struct LatentTraits {
   struct SharedStorage {
     alignas(1024) Element pieces[stages * piece_elements];
     alignas(1024) Element q[block_m * piece_columns * LatentTraits::pieces];
-    alignas(128) Element p[consumers][2 * block_m * block_n];  // of two blocks in turn
+    alignas(128) Element p[consumers][buffers_p * block_m * block_n];
     float row_parts[consumers][4][block_m];  // what each warp has of a row's maximum, or sum
     Ring<stages> ring;
     Ring<1> q_ring;
