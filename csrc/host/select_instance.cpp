@@ -46,9 +46,9 @@ bool fills_boxes(const Config& config, int bucket, int head_dim) {
 }
 
 // A forward does without the values of whole boxes (sm90/forward/producer.h), unless it has
-// tangents; a backward's dP is a sum over them.
+// tangents or its scores are sums over values; a backward's dP is a sum over them.
 bool has_values(const ForwardConfig& config, const KernelRequest& request) {
-  return !has_tangents(config.features) ||
+  return (!has_tangents(config.features) && config.kind != ForwardKind::latent) ||
          fills_boxes(config, config.head_dim_v, request.head_dim_v);
 }
 bool has_values(const BackwardConfig& config, const KernelRequest& request) {
