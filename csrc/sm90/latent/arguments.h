@@ -13,8 +13,10 @@ struct LatentArguments {
   CUtensorMap q_map, k_map;   // of the rotary columns
   CUtensorMap qv_map, v_map;  // of the latent columns
   ForwardParams params;
-  TileSchedule schedule;  // heads are key heads
   SequenceTable table;
+  int most_tiles;       // of all heads; of packed sequences an upper bound
+  Divider heads;        // of k: tiles of one sequence and place are neighbours by head
+  Divider tiles;        // of a sequence that is not packed
   Divider group;        // query heads of a key head
   int query_box_rows;   // of a box of q or qv: heads of one query
   int key_box_rows;     // of a box of k or v: a block's, or what lies in one page

@@ -16,16 +16,22 @@ struct JoinedParts {
   float sum[2] = {0.0f, 0.0f};                // of 2^(lse - largest)
   float out[2][2] = {};                       // (row, column), relative to `largest`
 
-  // What a lse of -inf belongs to adds nothing, whatever it is.
+  // From here on relative to this lse, if it is larger.
+  CUTE_DEVICE void raise(int row, float lse) {
+    if (!(lse > largest[row])) return;
+    const float factor = fast_exp2(largest[row] - lse);
+    largest[row] = lse;
+    sum[row] *= factor;
+    out[row][0] *= factor;
+    out[row][1] *= factor;
+  }
+  // After raise(). What a lse of -inf belongs to adds nothing, whatever it is.
   CUTE_DEVICE void add(int row, float lse, float weight, float first, float second) {
     if (lse == -INFINITY) return;
-    const float raised = fmaxf(largest[row], lse);
-    const float own = fast_exp2(largest[row] - raised);
-    const float others = fast_exp2(lse - raised);
-    largest[row] = raised;
-    sum[row] = sum[row] * own + weight * others;
-    out[row][0] = out[row][0] * own + first * others;
-    out[row][1] = out[row][1] * own + second * others;
+    const float factor = fast_exp2(lse - largest[row]);
+    sum[row] += weight * factor;
+    out[row][0] += first * factor;
+    out[row][1] += second * factor;
   }
 };
 
@@ -36,7 +42,7 @@ __global__ void __launch_bounds__(32 * join_warps)
   using Element = typename Traits::Element;
   constexpr int block_m = Traits::block_m;
   constexpr int eights = block_m / 8;
-  constexpr int in_flight = 4;
+  constexpr int in_flight = 8;
   __shared__ JoinedParts shared_parts[join_warps][32];
 
   const int lane = threadIdx.x % 32;
@@ -79,6 +85,12 @@ __global__ void __launch_bounds__(32 * join_warps)
         out[i] =
             reinterpret_cast<const float4*>(args.out_parts)[fragment * warpgroup_threads + thread];
       }
+      float2 largest = lse[0];
+      CUTE_UNROLL
+      for (int i = 1; i < in_flight; ++i)
+        largest = {fmaxf(largest.x, lse[i].x), fmaxf(largest.y, lse[i].y)};
+      joined.raise(0, largest.x);
+      joined.raise(1, largest.y);
       CUTE_UNROLL
       for (int i = 0; i < in_flight; ++i) {
         joined.add(0, lse[i].x, 1.0f, out[i].x, out[i].z);
@@ -92,8 +104,10 @@ __global__ void __launch_bounds__(32 * join_warps)
       for (int other = 1; way == 0 && other < ways; ++other) {
         JoinedParts const& more = shared_parts[warp + other][lane];
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 2; ++i) {
+          joined.raise(i, more.largest[i]);
           joined.add(i, more.largest[i], more.sum[i], more.out[i][0], more.out[i][1]);
+        }
       }
     }
     if (!writes) continue;

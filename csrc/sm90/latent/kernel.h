@@ -16,6 +16,17 @@ namespace flash_attn_cuda::sm90 {
 
 enum LatentWarp : int { latent_loading_warp, latent_finding_warp, latent_query_warp };
 
+// Reads the arguments, so that they are in a cache when others want them, one after the other.
+CUTE_DEVICE void read_ahead(LatentArguments const& args) {
+  constexpr int line = 64 / int(sizeof(int));
+  auto const* words = reinterpret_cast<int const*>(&args);
+  CUTE_UNROLL
+  for (int i = 0; i < int(sizeof(args) / sizeof(int)); i += line) {
+    const int word = words[i];
+    asm volatile("" ::"r"(word));
+  }
+}
+
 template <class Tag>
 __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
     latent_kernel(const __grid_constant__ LatentArguments args) {
@@ -41,6 +52,8 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
       find_items<Traits>(args, smem);
     } else if (warp == latent_query_warp) {
       load_queries<Traits>(args, smem);
+    } else {
+      read_ahead(args);
     }
   } else {
     set_registers<Traits, Traits::consumer_registers>();

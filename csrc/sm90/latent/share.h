@@ -44,17 +44,23 @@ CUTE_DEVICE TileDivision divide_tile(LatentArguments const& args, LatentTile con
 template <class Traits>
 struct LatentTiles {
   LatentArguments const& args;
-  TileSchedule schedule;
   int count;
 
   CUTE_DEVICE static LatentTiles of(LatentArguments const& args) {
-    const TileSchedule schedule = existing_tiles(args.schedule, args.table);
-    return {args, schedule, static_cast<int>(schedule.grid_size())};
+    int const* counts = args.table.counts;
+    return {args, counts == nullptr ? args.most_tiles
+                                    : counts[0] * static_cast<int>(args.heads.divisor)};
   }
 
   CUTE_DEVICE LatentTile operator[](int index) const {
     LatentTile tile;
-    find_work(schedule, args.table, args.params, index, tile.work);
+    TileCoord coord{};
+    const int of_head = args.heads.quotient(index);
+    coord.head = index - of_head * static_cast<int>(args.heads.divisor);
+    coord.batch = args.tiles.quotient(of_head);
+    coord.tile = of_head - coord.batch * static_cast<int>(args.tiles.divisor);
+    if (args.table.counts != nullptr) coord.tile = of_head;
+    find_work(coord, args.table, args.params, tile.work);
     Sequence const& sequence = tile.work.sequence;
     const int first = latent_row<Traits>(args.group, tile.work, 0).query;
     const int last = latent_row<Traits>(args.group, tile.work, Traits::block_m - 1).query;
