@@ -103,6 +103,8 @@ def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) ->
             and (row.mask == "windowed" or not is_masked)
             and needed <= set(row.config["features"])
             and (row.config.get("kind", "tiles") == "tiles" or isinstance(case, KvCacheCase))
+            and (row.config.get("kind") == "latent")
+            == (isinstance(case, KvCacheCase) and case.has_qv)
             for row in build_info.compiled_rows()
         )
         if not covered:

@@ -1,0 +1,189 @@
+"""Latent attention, a cache's or packed, by tables against the fp64 reference. Rows that hold no
+key and pages that nobody uses are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_cuda import flash_attn_with_kvcache
+from tests.cases.harness import (
+    DEVICE,
+    Check,
+    assert_same_bits,
+    attend_over_cache,
+    captured,
+    check_cache,
+    make_cache_case,
+    make_varlen_case,
+    no_host_sync,
+    scaled,
+    skip_without_row,
+)
+from tests.cases.kvcache import KvCacheCase, KvCacheInputs
+from tests.cases.latent import LATENT, check_packed, joined, with_poisoned_table
+from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, pairs
+from tests.reference import AttentionResult
+
+pytestmark = pytest.mark.gpu
+
+LONG, LONGEST = scaled(1000, 200), scaled(4097, 300)
+PAGES = [None, 1, 16, 48, 64, 256]
+HEADS = [(n, 1) for n in (1, 8, 16, 17, 32, 64, 128)]
+FEW: list[dict[str, Any]] = [
+    *({"seqlens_q": n} for n in (1, 2, 3, 4)),
+    {"seqlens_q": (1, 5, 0, 3)},
+]
+
+
+def a_case(**fields: Any) -> KvCacheCase:
+    return make_cache_case(**{**LATENT, "num_heads_q": 16, **fields})
+
+
+@pytest.fixture(autouse=True)
+def _rows() -> None:
+    skip_without_row(a_case())
+
+
+SHAPES: dict[str, list[Call]] = {
+    "heads": grid(
+        **LATENT, cached=(LONG, 0, 65, 1), capacity=LONG + 30, page_size=[None, 64],
+        num_heads_q=[n for n, _ in HEADS], causal=BOTH, of=FEW,
+    ),
+    "keys": grid(
+        **LATENT, cached=[(0, 1, 63, 64), (65, LONG, LONGEST, 0), (LONGEST,)],
+        capacity=LONGEST + 60, num_heads_q=[16, 128], page_size=PAGES, seqlens_q=[1, 3],
+        causal=True,
+    ),
+    "columns": grid(
+        **(LATENT | {"head_dim": [64, 32], "head_dim_v": [512, 256]}), dtype=DTYPES,
+        cached=(LONG, 64, 3), capacity=LONG, num_heads_q=[8, 64], page_size=[None, 48],
+        seqlens_q=2, causal=True,
+    ),
+    "key heads": grid(
+        **(LATENT | {"num_heads_k": 2}), cached=(150, 3, 64), num_heads_q=[2, 34], seqlens_q=[1, 3],
+        page_size=[None, 16],
+    ),
+    # Logits of a hundred, ones that the scale hides, and ones that it turns around.
+    "scales": grid(
+        **(LATENT | {"softmax_scale": [4.0, 0.0, -0.1]}), cached=(LONG, 0, 65), capacity=LONG,
+        num_heads_q=[16, 128], seqlens_q=[1, 3], dtype=DTYPES,
+    ),
+    "append": grid(
+        **LATENT, cached=(100, 0, 63), num_heads_q=[16, 64], page_size=PAGES, causal=BOTH,
+        queries=[(1, 1), (3, 3), (2, 5), ((1, 3, 2), (1, 3, 2))],
+        rotary=[(0, True), (64, True), (32, False)],
+    ),
+    "splits": grid(
+        **LATENT, cached=(LONGEST, 0, 63, LONG), capacity=LONGEST, num_heads_q=[8, 128],
+        page_size=[None, 64], seqlens_q=[1, 2], num_splits=[0, 1, 2, 7, 64, 256],
+    ),
+    "pairs": pairs(
+        **LATENT, cached=(LONG, 0, 37), capacity=LONG + 50, dtype=DTYPES, heads=HEADS, of=FEW[:4],
+        page_size=PAGES, causal=BOTH, window=[(-1, -1), (33, -1), (40, 3)], softcap=[0.0, 4.0],
+        sink=[None, torch.float32, torch.bfloat16], num_splits=[0, 1, 3], batch_invariant=BOTH,
+        places=[
+            {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
+            {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
+        ],
+    ),
+}  # fmt: skip
+
+
+@each(SHAPES)
+def test_over_a_cache(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_packed(heads: int, page_size: int | None) -> None:
+    lengths = {"lengths_q": (1, 3, 0, 17, 2), "lengths_k": (LONG, 65, 9, 64, 1)}
+    others = {"num_heads_q": heads, **LATENT} | {"num_heads_k": 1}
+    del others["has_qv"]
+    for features in (
+        {"causal": True},
+        {"window": (40, 3), "softcap": 4.0},
+        {"used_q": (1, 2, 0, 5, 0), "used_k": (LONG - 1, 60, 9, 0, 1)},
+        {"leftpad": (5, 0, 9, 63, 1)},
+    ):
+        case = make_varlen_case(**lengths, **others, **features)
+        check_packed(case, page_size)
+        check_packed(case, page_size, batch_invariant=True)
+
+
+def run(case: KvCacheCase, inputs: KvCacheInputs, **changes: Any) -> AttentionResult:
+    return attend_over_cache(case, inputs, **changes)[0]
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_joined_caches_and_poisoned_tables_give_the_same_bits(
+    heads: int, page_size: int | None
+) -> None:
+    case = a_case(cached=(LONG, 0, 65), capacity=LONG + 300, num_heads_q=heads, page_size=page_size)
+    inputs = case.make_inputs()
+    expected = run(case, inputs)
+    assert_same_bits(run(case, inputs, **joined(inputs)), expected)
+    if page_size is not None:
+        assert_same_bits(run(case, with_poisoned_table(inputs)), expected)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 64])
+@pytest.mark.parametrize(("heads", "queries"), [(8, 1), (16, 3), (128, 2)])
+def test_batch_invariance(heads: int, queries: int, page_size: int | None) -> None:
+    """The same bits alone and among others, in small and in large caches, with any num_splits."""
+    cached = (LONG, 1, 0, 64, 65)
+    case = a_case(
+        cached=cached * scaled(20, 2), capacity=LONG + 24, page_size=page_size,
+        seqlens_q=queries, num_heads_q=heads, causal=True,
+    )  # fmt: skip
+    inputs = case.make_inputs()
+    together = run(case, inputs, batch_invariant=True)
+    for b, n in enumerate(cached):
+        for capacity in (None, max(1, n), 4 * LONG):
+            alone = inputs.sequence(b, capacity)
+            found = run(case, alone, batch_invariant=True, num_splits=b)
+            wanted = AttentionResult(out=together.out[b : b + 1], lse=together.lse[b : b + 1])
+            assert_same_bits(found, wanted, f"{n} keys, capacity {capacity}")
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_replays_with_other_lengths(heads: int, page_size: int | None) -> None:
+    """Captured with nearly empty caches: grids and splits do not depend on what they hold."""
+    case = a_case(cached=(LONGEST,) * 4, capacity=LONGEST, page_size=page_size, num_heads_q=heads)
+    inputs = case.make_inputs()
+    used = torch.tensor([1, 0, 0, 2], dtype=torch.int32, device=DEVICE)
+    static = replace(inputs, cache_seqlens=used)
+    replay = captured(lambda: run(case, static, **joined(inputs)))
+    for values in ((LONGEST, 1, 0, 63), (64, 65, LONG, 0), (0, 0, 0, 0), (1, LONGEST, 1, 1)):
+        lengths = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        used.copy_(lengths)
+        assert_same_bits(replay(), run(case, replace(inputs, cache_seqlens=lengths)), str(values))
+
+
+@pytest.mark.cuda_only
+def test_nothing_is_copied_or_waited_for() -> None:
+    case = a_case(cached=(LONGEST,) * 8, capacity=LONGEST, num_heads_q=16)
+    inputs = case.make_inputs()
+    both, out = joined(inputs), torch.empty_like(inputs.qv)
+    given = {name: x for name, x in inputs.arguments().items() if x is not None} | both
+    options = {"softmax_scale": case.softmax_scale, "num_splits": 1, "out": out}
+    call = lambda: flash_attn_with_kvcache(**given, **options)  # noqa: E731
+    call()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with no_host_sync():
+        assert call() is out
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < inputs.k_cache.nbytes
+
+
+def test_an_int_length_and_an_out() -> None:
+    case = a_case(cached=(50, 50), seqlens_q=2, seqlens_new=2, rotary_dim=64, causal=True)
+    check_cache(case, cache_seqlens=50)
