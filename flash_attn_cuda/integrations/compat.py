@@ -6,9 +6,10 @@
     from flash_attn_interface import flash_attn_func  # with FlashAttention-3's parameters
     from flash_attn.cute import flash_attn_func  # with FlashAttention-4's
     from ring_flash_attn import ring_flash_attn_func  # with ring-flash-attention's
+    from flash_mla import flash_mla_with_kvcache  # with FlashMLA's
 
 What resolves is in _PROVIDED: modules, and names in them, that libraries import as soon as they see
-that there is a flash_attn; and in _SURFACES: modules of FlashAttention-3 and 4 and of
+that there is a flash_attn; and in _SURFACES: modules of FlashAttention-3 and 4, FlashMLA and
 ring-flash-attention, whose functions are imported when the module is, and whose docstrings say what
 each argument does. A name of theirs that is not here is an AttributeError that says what to do
 instead, and so an ImportError of an import statement. Any other module of flash_attn is not found,
@@ -147,6 +148,8 @@ _SURFACES = {
     "flash_attn.cute": "flash_attn_cuda.integrations.flash_attention_4",
     "flash_attn.cute.block_sparsity": "flash_attn_cuda.integrations.flash_attention_4",
     "flash_attn.cute.interface": "flash_attn_cuda.integrations.flash_attention_4",
+    "flash_mla": "flash_attn_cuda.integrations.flash_mla",
+    "flash_mla.flash_mla_interface": "flash_attn_cuda.integrations.flash_mla",
     "ring_flash_attn": "flash_attn_cuda.integrations.ring_flash_attn",
     "ring_flash_attn.adapters": "flash_attn_cuda.integrations.transformers_ring",
     "ring_flash_attn.adapters.hf_adapter": "flash_attn_cuda.integrations.transformers_ring",
@@ -171,21 +174,22 @@ _PACKAGES = (
     "flash_attn.layers",
     "flash_attn.ops",
     "flash_attn.ops.triton",
+    "flash_mla",
     "ring_flash_attn",
     "ring_flash_attn.adapters",
 )
 
 
 def install() -> None:
-    """Make `import flash_attn`, its modules, FlashAttention-3's, flash_attn_interface, and
-    ring_flash_attn resolve to this package, in this process.
+    """Make `import flash_attn`, its modules, FlashAttention-3's, flash_attn_interface, flash_mla
+    and ring_flash_attn resolve to this package, in this process.
 
     Call it before the libraries that look for flash_attn are imported. Calling it again changes
     nothing. An installed FlashAttention that has not been imported yet is hidden until uninstall().
 
     Raises:
-        RuntimeError: another flash_attn, flash_attn_interface or ring_flash_attn has been imported
-            already.
+        RuntimeError: another flash_attn, flash_attn_interface, flash_mla or ring_flash_attn has
+            been imported already.
     """
     if is_installed():
         return

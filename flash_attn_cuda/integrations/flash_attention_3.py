@@ -14,7 +14,8 @@ name. What all of them share:
   one number, in a tensor or not, and of a cache one for every token; None is 1, as there. q may be
   of fp16 or bf16, and out then is; of q of float8_e4m3fn out is bf16. A scale of another tensor is
   a ValueError.
-- NotImplementedError, by name: other dtypes of FP8; qv.
+- qv goes with a softmax_scale, whose default is not there: a ValueError.
+- NotImplementedError, by name: other dtypes of FP8.
 - return_attn_probs and return_softmax_lse return softmax_lse, through which gradients flow as they
   do not in FlashAttention-3, and no probabilities.
 """
@@ -26,17 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.tensors import check_packed, check_tensor
+from ..call.tensors import E4M3, check_packed, check_tensor
 from ..call.window import UNLIMITED, WindowSize
 from ..functions.dense import flash_attn_qkvpacked_func as _qkvpacked
 from ..functions.kvcache import flash_attn_combine
-from .flash_attention_3_kvcache import flash_attn_with_kvcache, refuse_others
+from .flash_attention_3_kvcache import flash_attn_with_kvcache
 from .flash_attention_3_private import _flash_attn_backward, _flash_attn_forward
 from .names import refused_names
 from .sequences import (
     attend_sequences,
     is_e4m3,
     no_scheduler_metadata,
+    refuse_fp8,
     scales_of,
     splits_of,
 )
@@ -88,7 +90,7 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, heads_q, head_dim_v), or with return_attn_probs (out, softmax_lse
     (batch, heads_q, seqlen_q)). Errors as flash_attn_cuda.flash_attn_func, and the module's.
     """
-    refuse_others(qv, q=q, k=k, v=v)
+    refuse_fp8(E4M3, q=q, k=k, v=v)
     out, softmax_lse = attend_sequences(
         *(q, k, v, None, None, None, None),
         names={},
@@ -99,6 +101,7 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         attention_chunk=attention_chunk,
+        qv=qv,
     )
     return (out, softmax_lse) if return_attn_probs else out
 
@@ -125,7 +128,7 @@ def flash_attn_qkvpacked_func(
 
     Raises ValueError too where num_heads_q does not divide four dimensions so.
     """
-    refuse_others(qkv=qkv)
+    refuse_fp8(E4M3, qkv=qkv)
     check_tensor("qkv", qkv)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
@@ -184,7 +187,7 @@ def flash_attn_varlen_func(
     total_q) or (batch, heads_q, seqlen_q). Errors as flash_attn_cuda.flash_attn_varlen_func, and
     the module's.
     """
-    refuse_others(qv, q=q, k=k, v=v)
+    refuse_fp8(E4M3, q=q, k=k, v=v)
     out, softmax_lse = attend_sequences(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         **scales_of((q, k, v), (q_descale, k_descale, v_descale), ignores_others=False),
@@ -198,6 +201,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic,
         attention_chunk=attention_chunk,
+        qv=qv,
     )
     return (out, softmax_lse) if return_attn_probs else out
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -80,8 +78,7 @@ def flash_attn_with_kvcache(
     Raises:
         As flash_attn_cuda.flash_attn_with_kvcache, and the module's.
     """
-    refuse_others(qv, q=q, k_cache=k_cache, v_cache=v_cache)
-    refuse_fp8(E4M3, k=k, v=v)
+    refuse_fp8(E4M3, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
         v, _, _ = packed("v", v)
         k, cu_seqlens_k_new, _ = packed("k", k)
@@ -116,17 +113,12 @@ def flash_attn_with_kvcache(
             max_seqlen_q=max_seqlen_q,
             cu_seqlens_k_new=cu_seqlens_k_new,
             attention_chunk=attention_chunk,
+            qv=qv,
             **scales,
         )
     except REFUSALS as error:
         raise renamed(error, _NAMES) from error
     return with_no_partials(out, softmax_lse) if return_softmax_lse else out
-
-
-def refuse_others(qv: Any = None, **tensors: Any) -> None:
-    """Raise for what the module's functions have no kernels for."""
-    refuse_given("scores have one product of queries and keys", qv=qv)
-    refuse_fp8(E4M3, **tensors)
 
 
 def _rotated(

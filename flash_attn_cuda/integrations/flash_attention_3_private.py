@@ -134,7 +134,7 @@ def _flash_attn_forward(
     (heads_q, total_q), and two empty tensors, as flash_attn_with_kvcache. Differentiable in q, k
     and v through both, but over pages and a cache.
 
-    Raises as flash_attn_interface's functions. NotImplementedError: qv; cu_seqlens_k or seqused_q
+    Raises as flash_attn_interface's functions. NotImplementedError: cu_seqlens_k or seqused_q
     with what is of a cache.
     """
     window_size = (window_size_left, window_size_right)
@@ -145,7 +145,6 @@ def _flash_attn_forward(
     of_cache |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     of_cache |= {"rotary_seqlens": seqlens_rotary}
     if all(x is None for x in of_cache.values()):
-        refuse_given("scores have one product of queries and keys", qv=qv)
         refuse_fp8(E4M3, q=q, k=k, v=v)
         out, softmax_lse = attend_sequences(
             q,
@@ -159,6 +158,7 @@ def _flash_attn_forward(
             seqused_k=seqused_k,
             block_table=page_table,
             num_splits=splits_of(num_splits),
+            qv=qv,
             names={"block_table": "page_table"},
             **scales_of((q, k, v), (q_descale, k_descale, v_descale), ignores_others=False),
             **options,

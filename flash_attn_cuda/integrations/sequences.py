@@ -122,6 +122,7 @@ def attend_sequences(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int = 0,
+    qv: Tensor | None = None,
     out: Tensor | None = None,
     names: dict[str, str],
     wants_lse: bool = True,
@@ -138,6 +139,7 @@ def attend_sequences(
         v: as k.
         max_seqlen_q, max_seqlen_k: of use for what is packed.
         seqused_k: None with a block_table and no cu_seqlens_k: all rows of a sequence's pages.
+        qv: in q's layout.
         out: with cu_seqlens_q alone.
         names: what the caller calls arguments of this package, for errors.
         wants_lse: with dropout softmax_lse costs a matrix of probabilities.
@@ -151,7 +153,7 @@ def attend_sequences(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     has_scales = any(name in options for name in SCALES)
-    if out is None and all(x is None for x in lengths) and not has_scales:
+    if out is qv is None and all(x is None for x in lengths) and not has_scales:
         try:
             if hidden == NOTHING:
                 return _pair(flash_attn_func(q, k, v, return_attn_probs=wants_lse, **options))
@@ -163,6 +165,7 @@ def attend_sequences(
     if cu_seqlens_q is None:
         batch_and_seqlen = q.shape[:2]
         q, cu_seqlens_q, max_seqlen_q = packed("q", q)
+        qv = None if qv is None else packed("qv", qv)[0]
     if block_table is None and cu_seqlens_k is None:
         v, _, _ = packed("v", v)
         k, cu_seqlens_k, max_seqlen_k = packed("k", k)
@@ -173,7 +176,7 @@ def attend_sequences(
         seqused_k = torch.full_like(cu_seqlens_q[1:], rows)
     packed_call = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options |= {"block_table": block_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
-    options |= {"num_splits": num_splits, "out": out, "return_attn_probs": wants_lse}
+    options |= {"num_splits": num_splits, "out": out, "return_attn_probs": wants_lse, "qv": qv}
     try:
         if hidden == NOTHING:
             found, softmax_lse = _pair(flash_attn_varlen_func(*packed_call, **options))

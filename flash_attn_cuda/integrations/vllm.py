@@ -44,7 +44,7 @@ __getattr__ = refused_names(
 )
 
 _VERSIONS = (2, 3, 4)
-_NAMES = {"sink": "s_aux", "return_attn_probs": "return_softmax_lse"}
+_NAMES = {"sink": "s_aux", "return_attn_probs": "return_softmax_lse", "qv": "q_v"}
 
 
 def flash_attn_varlen_func(
@@ -94,6 +94,7 @@ def flash_attn_varlen_func(
         v: as k, with head_dim_v.
         cu_seqlens_k: (batch + 1,), int32; exactly one of this and seqused_k is given.
         seqused_k: (batch,), int32: keys of each sequence. Given with a block_table.
+        q_v: (total_q, heads_q, head_dim_v): qv, with every fa_version; softmax_scale goes with it.
         window_size: (left, right) as flash_attn_cuda.flash_attn_func's: any negative number for
             unlimited, each side on its own, with every fa_version; causal sets right to 0. None for
             (-1, -1).
@@ -114,7 +115,7 @@ def flash_attn_varlen_func(
     Raises:
         As flash_attn_cuda.flash_attn_varlen_func. ValueError: both or none of cu_seqlens_k and
         seqused_k, a block_table without seqused_k, an fa_version other than 2, 3 and 4.
-        NotImplementedError: tensors of FP8 other than float8_e4m3fn, an out of FP8, q_v,
+        NotImplementedError: tensors of FP8 other than float8_e4m3fn, an out of FP8,
         output_scale, a cp_world_size other than 1, cp_tot_seqused_k, mask_mod,
         block_sparse_tensors, aux_tensors, aux_tensor_leading_dims, dynamic_causal.
     """
@@ -123,7 +124,6 @@ def flash_attn_varlen_func(
     if out is not None:
         refuse_fp8(out=out)
     refuse_fp8(E4M3, q=q, k=k, v=v)
-    refuse_given("scores have one product of queries and keys", q_v=q_v)
     refuse_given("results of FP8 are not implemented", output_scale=output_scale)
     if cp_world_size != 1:
         raise NotImplementedError(
@@ -145,6 +145,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         block_table=block_table,
         num_splits=splits_of(num_splits),
+        qv=q_v,
         out=out,
         names=_NAMES,
         wants_lse=return_softmax_lse,

@@ -11,7 +11,7 @@ commits that `of` names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,31 @@ VLLM = Module(
     },
 )
 
+# -- FlashMLA --------------------------------------------------------------------------------------
+
+FLASH_MLA_INTERFACE = Module(
+    "flash_mla.flash_mla_interface",
+    "deepseek-ai/FlashMLA 02fe0d0, flash_mla/flash_mla_interface.py",
+    {
+        "FlashMLASchedMeta": None,
+        "flash_mla_sparse_fwd": (
+            "q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, indexer_topk=0"
+        ),
+        "flash_mla_with_kvcache": (
+            "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, "
+            "num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False, "
+            "indices=None, attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None, "
+            "topk_length=None, extra_topk_length=None"
+        ),
+        "get_mla_metadata": "*args, **kwargs",
+    },
+    refused={
+        f"flash_attn_varlen_{form}func": rf"call flash_attn_cuda\.flash_attn_varlen_{form}func"
+        for form in ("", "kvpacked_", "qkvpacked_")
+    },
+)
+FLASH_MLA = replace(FLASH_MLA_INTERFACE, name="flash_mla")
+
 # -- ring_flash_attn -------------------------------------------------------------------------------
 
 RING = "ring_flash_attn 0.1.8"
@@ -365,6 +390,8 @@ MODULES = (
     FLASH_ATTENTION_4_INTERFACE,
     BLOCK_SPARSITY,
     VLLM,
+    FLASH_MLA,
+    FLASH_MLA_INTERFACE,
     RING_FLASH_ATTENTION,
     RING_ADAPTERS,
     RING_HF_ADAPTER,

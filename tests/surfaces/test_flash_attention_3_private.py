@@ -149,7 +149,7 @@ def test_caches_and_pages(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("qv", {}), ("cu_seqlens_k", {"kv_batch_idx": int32("cpu", 1, 0)}),
+    [("cu_seqlens_k", {"kv_batch_idx": int32("cpu", 1, 0)}),
      ("seqused_q", {"leftpad_k": int32("cpu", 1, 0)})],
 )  # fmt: skip
 def test_what_is_refused(name: str, others: dict[str, Any]) -> None:

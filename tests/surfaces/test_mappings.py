@@ -351,7 +351,6 @@ ONE, ZERO = torch.ones(1), torch.zeros(1)
 VERSION_3 = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 # Modules and functions, an argument, its value, the error.
 REFUSED: list[tuple[Any, tuple[str, ...], str, Any, type[Exception], str]] = [
-    (fa3, VERSION_3, "qv", ZERO, NotImplementedError, ONE_PRODUCT),
     *(
         (fa3, (*VERSION_3, "flash_attn_qkvpacked_func"), name, ONE, ValueError, SCALED)
         for name in ("q_descale", "k_descale", "v_descale")
@@ -368,7 +367,6 @@ REFUSED: list[tuple[Any, tuple[str, ...], str, Any, type[Exception], str]] = [
     *(
         (vllm, VERSION_3[1:2], name, value, NotImplementedError, words)
         for name, value, words in (
-            ("q_v", ZERO, ONE_PRODUCT),
             ("output_scale", ONE, "must be None, as results of FP8 are not implemented"),
             ("cp_world_size", 2, "must be 1, as context parallelism is not implemented, got 2"),
             ("cp_tot_seqused_k", ZERO, "must be None, as context parallelism"),
@@ -463,6 +461,7 @@ flash_attn_cuda.compat.install()
 assert not sys.modules.keys() & {
     "flash_attn_cuda.integrations.flash_attention_3",
     "flash_attn_cuda.integrations.flash_attention_4",
+    "flash_attn_cuda.integrations.flash_mla",
     "flash_attn_cuda.integrations.ring_flash_attn",
     "flash_attn_cuda.integrations.transformers",
     "flash_attn_cuda.integrations.vllm",
