@@ -191,7 +191,7 @@ ForwardParams forward_params(const AttentionCall& call) {
   params.scales = {.q = scale_view(call.q_descale),
                    .k = scale_view(call.k_descale),
                    .v = scale_view(call.v_descale)};
-  if (call.qv.defined()) params.qv = input_view(call.qv);
+  if (call.qv.defined()) params.qv = view_at(const_cast<void*>(data_of(call.qv)), call.qv);
   params.paged = paged_params(call);
   params.split = {.num_splits = static_cast<int>(call.num_splits),
                   .batch_invariant = call.batch_invariant};

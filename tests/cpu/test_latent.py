@@ -100,23 +100,6 @@ def test_there_is_no_backward(function: Any) -> None:
 
 
 @FUNCTIONS
-def test_what_is_refused(function: Any) -> None:
-    given = arguments_of(function)
-    with pytest.raises(ValueError, match=r"^softmax_scale: must be given with qv, as a model"):
-        function(**given | {"softmax_scale": None})
-    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: must be None with qv"):
-        function(**given, alibi_slopes=torch.ones(4))
-    with pytest.raises(TypeError, match=r"^qv: dtype must be torch.bfloat16"):
-        function(**given | {"qv": given["qv"].float()})
-
-
-@pytest.mark.parametrize("option", [{"dropout_p": 0.5}, {"attn_mask": torch.ones(4, 4).bool()}])
-def test_what_packed_calls_refuse(option: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=r"must be .* with qv"):
-        flash_attn_varlen_func(**arguments_of(flash_attn_varlen_func), **option)
-
-
-@FUNCTIONS
 def test_under_a_compiler(function: Any) -> None:
     given = arguments_of(function)
     compiled = torch.compile(lambda x: function(**x), fullgraph=True, backend="aot_eager")
