@@ -100,6 +100,7 @@ def explain_call(given: argparse.Namespace) -> int:
         "block_sparse": given.block_sparse,
         "bias": given.bias,
         "e4m3": given.e4m3,
+        "qv": given.qv,
     }
     serving = {
         "page_size": given.page_size,
@@ -108,7 +109,7 @@ def explain_call(given: argparse.Namespace) -> int:
         "batch_invariant": given.batch_invariant,
     }
     passes = {"forward": {**call, **serving}}
-    if not (given.cache or given.page_size > 0 or given.e4m3):
+    if not (given.cache or given.page_size > 0 or given.e4m3 or given.qv):
         passes["backward"] = {**call, "deterministic": given.deterministic}
     status = 0
     for name, arguments in passes.items():
@@ -178,6 +179,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     call.add_argument("--packed", action="store_true", help="sequence lengths are totals of all")
     call.add_argument("--cache", action="store_true", help="attention over a KV cache")
     call.add_argument("--e4m3", action="store_true", help="keys and values of that dtype")
+    call.add_argument("--qv", action="store_true", help="scores of qv and the values as well")
     call.add_argument("--page-size", type=_int32, default=0, help="of a paged cache (0: not paged)")
     call.add_argument(
         "--num-splits",

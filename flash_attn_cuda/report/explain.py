@@ -61,13 +61,14 @@ def call_of_shapes(
     page_size: int = 0,
     lengths_on_device: bool = False,
     e4m3: bool = False,
+    qv: bool = False,
     **options: Any,
 ) -> AttentionCall:
     """A call with tensors of these shapes and no memory; `options` are numbers of an AttentionCall.
 
     packed: seqlen_q and seqlen_k are totals. page_size 0: not paged; else, as with
     lengths_on_device, the call is over a cache, of seqlen_k rows a sequence, unless it is packed.
-    e4m3: keys and values are of that dtype.
+    e4m3: keys and values are of that dtype. qv: there is one, and a scale, whatever it is.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be 'fp16' or 'bf16', got {dtype!r}")
@@ -105,6 +106,10 @@ def call_of_shapes(
         given["block_columns"] = integers(1, 1, tiles_k, 2 + tiles_q)
     if e4m3:
         given["k_descale"] = given["v_descale"] = tensor(num_heads_k, dtype=torch.float32)
+    if qv:
+        given["qv"] = tensor(*rows_q, num_heads_q, head_dim_v)
+        if given.get("softmax_scale") is None:
+            given["softmax_scale"] = 1.0
     if bias:
         given["bias"] = tensor(1, num_heads_q, seqlen_q, seqlen_k)
     of_keys = torch.float8_e4m3fn if e4m3 else DTYPES[dtype]

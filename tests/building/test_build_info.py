@@ -203,6 +203,9 @@ def test_compiled_rows_and_explain(
     assert "backward" not in capsys.readouterr().out
     assert main(["--explain", "--cache", "--e4m3"]) == 0
     assert {calls[-1].k.dtype, calls[-1].v.dtype} == {torch.float8_e4m3fn}
+    assert main(["--explain", "--packed", "--qv", "--head-dim-v", "512"]) == 0
+    assert calls[-1].qv.shape == (*calls[-1].q.shape[:2], 512)
+    assert "backward" not in capsys.readouterr().out
     for over_cache in (["--cache"], ["--page-size", "64"]):
         main(["--explain", *over_cache])
         assert calls[-1].num_splits == 0
