@@ -52,9 +52,9 @@ inline at::ScalarType result_dtype(const AttentionCall& call) {
   return call.fp32_results ? at::kFloat : call.q.scalar_type();
 }
 
-// Results in fp32 are as computed, and those over a cache have no backward.
+// Results in fp32 are as computed, and those over a cache or with qv have no backward.
 inline bool has_rounding(const AttentionCall& call) {
-  return !call.fp32_results && !reads_in_place(call);
+  return !call.fp32_results && !reads_in_place(call) && !call.qv.defined();
 }
 
 // A negative bound, or one that no kernel could hold, is none.

@@ -290,7 +290,8 @@ class AttentionCall:
     def returns_rounding(self) -> bool:
         """Whether there is an out_rounding: results in 32 bits and more are as computed."""
         is_rounded = self.result_dtype() != self.lse_dtype()
-        return self.keeps_rounding and is_rounded and not self.reads_in_place()
+        has_backward = not self.reads_in_place() and self.qv is None
+        return self.keeps_rounding and is_rounded and has_backward
 
     def softmax_d_shape(self) -> tuple[int, ...]:
         """As lse_shape, with rows rounded up to 128 unless they are packed."""
