@@ -60,7 +60,7 @@ def takes_all_calls_of(other: KernelRow, row: KernelRow) -> bool:
         and other.head_dim >= row.head_dim
         and other.value_dim >= row.value_dim
         and row.features in other.features
-        and not (other.features ^ row.features) & Feature.e4m3_kv
+        and not (other.features ^ row.features) & (Feature.e4m3_kv | Feature.latent)
         and (other.writes_fp32 or not row.writes_fp32)
         and _is_for_any_length(other)
     )

@@ -39,7 +39,7 @@ namespace feature {
 // have no masks or biases, and kernels for those have no registers to spare; nor are their results
 // differentiated in a direction. kernel_table/row.py reads it.
 inline constexpr FeatureSet without_fp32_results =
-    feature::block_sparse | feature::bias | feature::tangent;
+    feature::block_sparse | feature::bias | feature::tangent | feature::latent;
 
 constexpr bool can_write_fp32(FeatureSet features) {
   return (features & without_fp32_results) == 0;
@@ -51,10 +51,13 @@ constexpr bool has_tangents(FeatureSet features) { return (features & feature::t
 // Whether a kernel reads k and v of e4m3, and so no others.
 constexpr bool reads_e4m3(FeatureSet features) { return (features & feature::e4m3_kv) != 0; }
 
+// Whether a kernel's scores also have qv v^T, and so no others.
+constexpr bool has_latent(FeatureSet features) { return (features & feature::latent) != 0; }
+
 // Whether a backward may follow a forward kernel, which then also writes what rounding takes from O
 // (shared/out_rounding.h).
 constexpr bool can_keep_rounding(FeatureSet features) {
-  return !reads_e4m3(features) && !has_tangents(features);
+  return !reads_e4m3(features) && !has_tangents(features) && !has_latent(features);
 }
 
 // tiles: a CTA's warps share the queries of a tile. tall: likewise, of more queries, for calls

@@ -12,3 +12,4 @@ FEATURE(block_sparse, 7)  // tiles visit what lists tell them to
 FEATURE(bias, 8)          // a tensor is added to the scores
 FEATURE(tangent, 9)       // the derivative of the results in a direction, and nothing else
 FEATURE(e4m3_kv, 10)      // k and v of e4m3, times scales, and nothing else
+FEATURE(latent, 11)       // scores also have qv v^T, and nothing else does

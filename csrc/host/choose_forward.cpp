@@ -210,8 +210,8 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
   return chosen;
 }
 
-// Of absorbed latent attention: the row of the fewest rows that has those of a sequence, or of the
-// most that there are.
+// Of absorbed latent attention: the sm90 row of the fewest rows that has those of a sequence, or of
+// the most that there are; a decode kernel where TMA cannot load the tensors.
 const ForwardInstance& choose_latent(const ForwardParams& params, const TensorExtents& extents,
                                      const DeviceInfo& device,
                                      std::span<const ForwardInstance* const> instances) {
@@ -219,7 +219,7 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
   KernelRequest request = request_of(params, extents);
   request.kind = ForwardKind::latent;
   request.latent_rows = static_cast<int>(std::min(packed_rows(params), most_rows));
-  request.features |= feature::paged_kv;  // all its rows are for caches as well
+  request.features |= feature::paged_kv | feature::latent;  // all its rows are for caches as well
   request.seqlen = 0;
   TensorExtent of_qv = extents.q;
   of_qv.head_dim = params.shape.head_dim_v;
@@ -228,6 +228,10 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
                        tma_can_move(params.k, params.dtype, extents.k) &&
                        tma_can_move(params.v, params.dtype, extents.v) &&
                        has_boxes(params.paged, params.sequences);
+  const ForwardInstance* found = find_instance(instances, request, device);
+  if (found != nullptr) return *found;
+  request.kind = ForwardKind::decode;
+  request.latent_rows = 0;
   return select_instance(instances, request, device);
 }
 

@@ -34,13 +34,6 @@ void check_forward(const ForwardParams& params) {
   if (params.e4m3_kv) check_e4m3(params);
 }
 
-// Kernels of latent attention copy 16 bytes of q and qv at a time.
-void check_latent(const ForwardParams& params, bool has_vector_rows) {
-  if (params.qv.data == nullptr) return;
-  if (!has_vector_rows || !flash_attn_cuda::has_vector_rows(params.qv, bytes_of(params.dtype)))
-    throw_error("with qv all tensors must have rows of whole 16 bytes that begin at 16 bytes");
-}
-
 int bytes_of_keys(const ForwardParams& params) {
   return params.e4m3_kv ? 1 : bytes_of(params.dtype);
 }
@@ -51,7 +44,8 @@ bool has_vector_rows(const ForwardParams& params) {
   const int bytes_kv = bytes_of_keys(params);
   return params.shape.head_dim % step == 0 && params.shape.head_dim_v % step == 0 &&
          has_vector_rows(params.q, bytes) && has_vector_rows(params.k, bytes_kv) &&
-         has_vector_rows(params.v, bytes_kv) && has_vector_rows(params.out, bytes);
+         has_vector_rows(params.v, bytes_kv) && has_vector_rows(params.out, bytes) &&
+         (params.qv.data == nullptr || has_vector_rows(params.qv, bytes));
 }
 
 // CTAs that fit the device, for kernels whose grid may be as many: ForwardPlan::num_ctas.
@@ -203,7 +197,6 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
                   .tiles_descend = last_tiles_are_long(params.window)};
   }
   if (config.kind == ForwardKind::latent) {
-    check_latent(params, plan.has_vector_rows);
     plan_latent(params, device, plan);
     lay_out(params, plan);
     return plan;

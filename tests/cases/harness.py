@@ -96,7 +96,7 @@ def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) ->
         needed = needed_features(case, pass_name) | set(further)
         covered = any(
             row.pass_name == pass_name
-            and not {"tangent", "e4m3_kv"} & set(row.config["features"])
+            and not {"tangent", "e4m3_kv", "latent"} & set(row.config["features"])
             and row.dtype == DTYPE_NAMES[case.dtype]
             and row.head_dim >= case.head_dim
             and row.head_dim_v >= case.value_dim
