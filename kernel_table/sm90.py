@@ -147,7 +147,7 @@ SM90_LATENT = tuple(
             tile({"rows16": LATENT}, block_m=16, stages_kv=stages[0]),
             tile({"rows32": LATENT}, block_m=32, stages_kv=stages[1]),
             tile({"rows64": LATENT}, block_m=64, stages_kv=stages[2], num_warps=8,
-                 producer_registers=40, consumer_registers=232),
+                 producer_registers=56, consumer_registers=224),
         ),
     )
     for latent, stages in ((256, (26, 24, 20)), (512, (25, 22, 17)))

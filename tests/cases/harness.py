@@ -96,15 +96,15 @@ def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) ->
         needed = needed_features(case, pass_name) | set(further)
         covered = any(
             row.pass_name == pass_name
-            and not {"tangent", "e4m3_kv", "latent"} & set(row.config["features"])
+            and not {"tangent", "e4m3_kv"} & set(row.config["features"])
+            and ("latent" in row.config["features"])
+            == (isinstance(case, KvCacheCase) and case.has_qv)
             and row.dtype == DTYPE_NAMES[case.dtype]
             and row.head_dim >= case.head_dim
             and row.head_dim_v >= case.value_dim
             and (row.mask == "windowed" or not is_masked)
             and needed <= set(row.config["features"])
             and (row.config.get("kind", "tiles") == "tiles" or isinstance(case, KvCacheCase))
-            and (row.config.get("kind") == "latent")
-            == (isinstance(case, KvCacheCase) and case.has_qv)
             for row in build_info.compiled_rows()
         )
         if not covered:

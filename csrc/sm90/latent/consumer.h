@@ -117,34 +117,34 @@ struct LatentConsumer {
   // S^T -> P^T in shared memory. True if some score exceeds its reference too far: P is of no use.
   CUTE_DEVICE bool exponentiate(Scores const& tSrS, float (&sums)[columns]) const {
     auto scores = rows_cols_view(tSrS);
-    std::uint32_t pairs[2][eights];
-    bool is_too_large = false;
-    cutlass::NumericArrayConverter<Element, float, 2> convert;
-    CUTE_UNROLL
-    for (int i = 0; i < columns; ++i) sums[i] = 0.0f;
-    CUTE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      CUTE_UNROLL
-      for (int j = 0; j < eights; ++j) {
-        float p[2];
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          const int i = 2 * j + c;
-          const float exponent = fmaf(scores(h, i), args.scale_log2, -softmax.reference[i]);
-          is_too_large |= exponent > kMaxLag;
-          p[c] = fast_exp2(exponent);
-          sums[i] += p[c];
-        }
-        const auto pair = convert({p[0], p[1]});
-        pairs[h][j] = reinterpret_cast<std::uint32_t const&>(pair);
-      }
-    }
     auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.p[warpgroup]);
+    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    bool is_too_large = false;
     CUTE_UNROLL
-    for (int j = 0; j < eights; j += 2) {
-      // Each lane has the address of eight rows for one key, of the four bricks that a store writes.
-      auto& target = sP(8 * (j + lane / 16), 16 * warp + lane % 16, buffer);
-      SM90_U32x4_STSM_N::copy(pairs[0][j], pairs[1][j], pairs[0][j + 1], pairs[1][j + 1],
+    for (int first = 0; first < columns; first += 4) {
+      std::uint32_t pairs[2][2];  // of eight columns, of keys
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const int i = first + 2 * j;
+        sums[i] = sums[i + 1] = 0.0f;
+        CUTE_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          float p[2];
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            const float exponent =
+                fmaf(scores(h, i + c), args.scale_log2, -softmax.reference[i + c]);
+            is_too_large |= exponent > kMaxLag;
+            p[c] = fast_exp2(exponent);
+            sums[i + c] += p[c];
+          }
+          const auto pair = convert({p[0], p[1]});
+          pairs[j][h] = reinterpret_cast<std::uint32_t const&>(pair);
+        }
+      }
+      // Each lane has the address of eight rows for one key, of the four bricks that this writes.
+      auto& target = sP(4 * first + 8 * (lane / 16), 16 * warp + lane % 16, buffer);
+      SM90_U32x4_STSM_N::copy(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1],
                               *reinterpret_cast<uint128_t*>(&target));
     }
     cutlass::arch::fence_view_async_shared();
@@ -196,12 +196,13 @@ struct LatentConsumer {
     }
   }
 
-  // S^T -> P^T of the block, and O is ready to take it in.
-  CUTE_DEVICE void make_probabilities(Scores const& tSrS, Output (&tOrO)[own_values]) {
+  // S^T -> P^T of the block, and O is ready to take it in. starts: there are no references yet.
+  CUTE_DEVICE void make_probabilities(bool starts, Scores const& tSrS,
+                                      Output (&tOrO)[own_values]) {
     float sums[columns];
     if (Traits::buffers_p == 1) sync_output(warpgroup);  // all have read the last block's
     // The vote comes with the barrier that all need who read P.
-    if (sync_any(warpgroup, exponentiate(tSrS, sums))) {
+    if (starts || sync_any(warpgroup, exponentiate(tSrS, sums))) {
       raise_references(tSrS, tOrO);
       exponentiate(tSrS, sums);
       sync_output(warpgroup);
@@ -267,7 +268,7 @@ struct LatentConsumer {
     }
     if (args.params.score.softcap > 0.0f) Softcap::scale_and_apply(args.params.score, tSrS);
     if (!item.range.is_interior(block) || misses_keys) hide(item, block, misses_keys, tSrS);
-    make_probabilities(tSrS, tOrO);
+    make_probabilities(block == item.range.begin, tSrS, tOrO);
     multiply_values(tOrO);
     if (Traits::buffers_p > 1) buffer ^= 1;
     state = piece_state(Traits::pieces);

@@ -119,6 +119,18 @@ CUTE_DEVICE int ctas_that_share(LatentArguments const& args, int tiles, std::int
   return static_cast<int>(min(std::int64_t(wanted), (total + 1) / 2));
 }
 
+// What one lane holds, in all of them.
+template <class Words>
+CUTE_DEVICE Words from_lane(Words const& own, int lane) {
+  constexpr int count = sizeof(Words) / sizeof(int);
+  struct Array {
+    int words[count];
+  } array = reinterpret_cast<Array const&>(own);
+  CUTE_UNROLL
+  for (int& word : array.words) word = __shfl_sync(0xffffffffu, word, lane);
+  return reinterpret_cast<Words const&>(array);
+}
+
 // Calls give(item) for each of this CTA's, by one warp. It is the first that a CTA does, when no
 // instruction is in a cache: one loop for the sum of all parts, for the tile where the CTA's begin
 // and for the walk from there, and one call of everything.
@@ -139,63 +151,61 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   if (is_whole) phase = walking;
   CUTE_NO_UNROLL
   while (true) {
-    LatentTile tile;
-    int own = 0;
-    if (index < tiles.count) {
-      tile = tiles[index];
-      own = tile.division.count;
-    }
-    if (phase == walking) {
-      if (is_whole ? index >= tiles.count : place >= end) return;
-      const int skipped = is_whole ? 0 : static_cast<int>(place - first);
-      const int taken =
-          is_whole ? 1 : static_cast<int>(min(std::int64_t(own) - skipped, end - place));
-      PartsOfTile parts{index * args.most_parts, own};
-      if (is_even) parts = {cta + index, share.cta_of(first + own - 1) - cta + 1};
-      // Where the parts of the tile lie, for who joins them.
-      if (!is_whole && skipped == 0 && lane == 0) args.parts_of_tiles[index] = parts;
-      const int at_once = is_even ? taken : 1;
-      CUTE_NO_UNROLL
-      for (int i = skipped; i < skipped + taken; i += at_once) {
-        const int part = is_even ? cta + index : parts.first + i;
-        give(item_of_parts(tile, i, at_once, at_once == own ? whole_tile : part));
+    LatentTile tile{};
+    if (index < tiles.count) tile = tiles[index];
+    if (phase != walking) {
+      std::int64_t last = tile.division.count;  // of this lane and those before it
+      CUTE_UNROLL
+      for (int step = 1; step < 32; step *= 2) {
+        const std::int64_t other = __shfl_up_sync(0xffffffffu, last, step);
+        if (lane >= step) last += other;
       }
-      first += own;
-      place += taken;
-      index += is_whole ? static_cast<int>(gridDim.x) : 1;
-      continue;
-    }
-    std::int64_t last = own;  // this lane's and those before it
-    CUTE_UNROLL
-    for (int step = 1; step < 32; step *= 2) {
-      const std::int64_t other = __shfl_up_sync(0xffffffffu, last, step);
-      if (lane >= step) last += other;
-    }
-    const std::int64_t of_all = __shfl_sync(0xffffffffu, last, 31);
-    const int lanes_begin = index - lane;
-    if (phase == summing) {
-      total += of_all;
+      const std::int64_t of_all = __shfl_sync(0xffffffffu, last, 31);
+      const int lanes_begin = index - lane;
       index += 32;
-      if (lanes_begin + 32 < tiles.count) continue;
-      const int ctas = ctas_that_share(args, tiles.count, total);
-      if (cta >= ctas) return;
-      share = CtaShare::of(total, ctas);
-      place = share.begin(cta);
-      end = share.begin(cta + 1);
-      phase = seeking;
-      index = lane;
-      if (tiles.count > 32) continue;
+      if (phase == summing) {
+        total += of_all;
+        if (lanes_begin + 32 < tiles.count) continue;
+        const int ctas = ctas_that_share(args, tiles.count, total);
+        if (cta >= ctas) return;
+        share = CtaShare::of(total, ctas);
+        place = share.begin(cta);
+        end = share.begin(cta + 1);
+        phase = seeking;
+        if (tiles.count > 32) {
+          index = lane;
+          continue;
+        }
+      }
+      const unsigned holds = __ballot_sync(0xffffffffu, first + last > place);
+      if (holds == 0) {
+        first += of_all;
+        continue;
+      }
+      const int found = __ffs(holds) - 1;
+      tile = from_lane(tile, found);
+      first += __shfl_sync(0xffffffffu, last, found) - tile.division.count;
+      index = lanes_begin + found;
+      phase = walking;
     }
-    const unsigned holds = __ballot_sync(0xffffffffu, first + last > place);
-    if (holds == 0) {
-      first += of_all;
-      index += 32;
-      continue;
+    const int count = tile.division.count;
+    if (is_whole ? index >= tiles.count : place >= end) return;
+    const int skipped = is_whole ? 0 : static_cast<int>(place - first);
+    const int taken =
+        is_whole ? 1 : static_cast<int>(min(std::int64_t(count) - skipped, end - place));
+    PartsOfTile parts{index * args.most_parts, count};
+    if (is_even) parts = {cta + index, share.cta_of(first + count - 1) - cta + 1};
+    // Where the parts of the tile lie, for who joins them.
+    if (!is_whole && skipped == 0 && lane == 0) args.parts_of_tiles[index] = parts;
+    const int at_once = is_even ? taken : 1;
+    CUTE_NO_UNROLL
+    for (int i = skipped; i < skipped + taken; i += at_once) {
+      const int part = is_even ? cta + index : parts.first + i;
+      give(item_of_parts(tile, i, at_once, at_once == count ? whole_tile : part));
     }
-    const int found = __ffs(holds) - 1;
-    first += __shfl_sync(0xffffffffu, last - own, found);
-    index = lanes_begin + found;
-    phase = walking;
+    first += count;
+    place += taken;
+    index += is_whole ? static_cast<int>(gridDim.x) : 1;
   }
 }
 
