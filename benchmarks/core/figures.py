@@ -95,6 +95,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "varlen": (Figure("sm90_varlen", "features varlen"),),
     "decode": (Figure("decode", "features decode"),),
     "prefill": (Figure("sm90_prefill", "features prefill"),),
+    "latent": (Figure("latent", "features latent"),),
     "masks": (Figure("masks", "masks --parts density,document,bias,sink"),),
     "rotary": (Figure("rotary", "rotary --tokens 16384"),),
     # Two contenders alone: of three the one in the middle never follows itself.

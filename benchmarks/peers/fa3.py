@@ -94,6 +94,29 @@ def flash_attention_3_cached() -> Attend:
     return attend
 
 
+@cache
+def flash_attention_3_latent() -> Attend:
+    """Absorbed latent attention over pages, causal: (q, k, v, qv, cache_seqlens, block_table,
+    softmax_scale). Through the operators alone.
+    """
+    forward = Operator(load_ops().fwd)
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qv: Tensor,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        softmax_scale: float,
+    ) -> Tensor:
+        lengths = {"seqused_k": cache_seqlens, "page_table": block_table}
+        options = {"softmax_scale": softmax_scale, "is_causal": True}
+        return forward(q=q, k=k, v=v, q_v=qv, **lengths, **options)[0]
+
+    return attend
+
+
 def load_ops() -> Any:
     """The namespace with its operators fwd and bwd."""
     path = library_path()

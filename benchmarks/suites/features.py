@@ -1,11 +1,12 @@
-"""Speed of packed sequences, of features, of decoding and of prefill, with the targets of each, and
-what keeping the rounding of O costs.
+"""Speed of packed sequences, of features, of decoding, of prefill and of latent attention, with the
+targets of each, and what keeping the rounding of O costs.
 
     python -m benchmarks.suites.features varlen --json varlen.json  # packed against dense and torch
     python -m benchmarks.suites.features features  # dropout, softcap, ALiBi, ...
     python -m benchmarks.suites.features decode --quick  # KV cache in CUDA graphs
     python -m benchmarks.suites.features prefill  # chunks of queries over a cache
     python -m benchmarks.suites.features rounding  # keep_rounding in calls that are recorded
+    python -m benchmarks.suites.features latent  # absorbed latent attention beside FlashAttention-3
 
 bf16, random normal data, medians of turns of 100 ms; what is compared is timed in one process.
 Backward is timed alone, without the forward.
@@ -27,6 +28,7 @@ from benchmarks.core.row_programs import fill, new_document, one_by_one, status_
 from benchmarks.core.turns import add_options, protocol_of
 from benchmarks.suites import decode as decode_speed
 from benchmarks.suites import feature_cost, rounding_cost
+from benchmarks.suites import latent as latent_speed
 from benchmarks.suites import prefill as prefill_speed
 from benchmarks.suites import varlen as varlen_speed
 
@@ -37,6 +39,7 @@ BENCHMARKS = {
     "decode": decode_speed,
     "prefill": prefill_speed,
     "rounding": rounding_cost,
+    "latent": latent_speed,
 }
 
 

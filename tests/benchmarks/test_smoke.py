@@ -24,6 +24,7 @@ from benchmarks.suites import (
     gemma,
     grid,
     host_overhead,
+    latent,
     mask_entrants,
     mask_tables,
     prefill,
@@ -39,6 +40,9 @@ TINY: dict[Any, dict[str, Any]] = {
     varlen: {"groups": lambda *_: [varlen.VarlenGroup(16, 16, 64, 32, device="cpu")]},
     decode: {
         "groups": lambda *_: [decode.DecodeGroup("tiny", (5, 300), None, 4, 2, 16, device="cpu")]
+    },
+    latent: {
+        "groups": lambda *_: [latent.LatentGroup(4, 2, 64, 1, 32, 16, 16, device="cpu")]
     },
     decode.measure_copy: {"__defaults__": (1000,)},
     prefill: {"groups": lambda *_: [prefill.PrefillGroup(2, 5, 256, 16, 4, 2, device="cpu")]},

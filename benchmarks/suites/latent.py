@@ -1,0 +1,162 @@
+"""Absorbed latent attention over a joined paged cache, in CUDA graphs, beside FlashAttention-3.
+
+As in benchmarks.suites.decode a graph holds many calls, each with other pages, so that every byte
+comes from memory: 576 columns of bf16 a key, of which the first 512 are the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.core.feature_tables import Column, Row, number, quotient, ratio, timing_of
+from benchmarks.core.runner import Call, Subject, measure
+from benchmarks.core.turns import Protocol
+from benchmarks.peers.backends import found, require_cuda, require_ours
+from benchmarks.peers.fa3 import flash_attention_3_latent
+from benchmarks.suites.decode import CACHE_MULTIPLE, ESTIMATE_LAUNCH_MS, GRAPH_MS, CapturedCalls
+
+OURS, FA3 = "ours", "FlashAttention-3"
+ESTIMATE_FLOP_PER_MS = 4e11
+
+COLUMNS = (
+    Column("shape", "group"),
+    Column("kernel", "what"),
+    Column("us a call", "microseconds", number(4)),
+    Column("KV TB/s", "terabytes_per_second", number(3)),
+    Column("TFLOP/s", "tflops", number(3)),
+    Column("FA3 /", "over_fa3", ratio),
+)
+
+NumberedCall = Callable[[int], object]  # takes the number of a copy
+
+
+@dataclass(frozen=True)
+class LatentGroup:
+    heads: int
+    batch: int
+    keys: int
+    queries: int
+    latent: int = 512
+    rope: int = 64
+    page_size: int = 64
+    device: str = "cuda"
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, B{self.batch} S{self.keys}, {self.queries} queries"
+
+    @property
+    def on_cuda(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.batch * self.keys * (self.latent + self.rope)
+
+    @property
+    def flop(self) -> int:
+        products = 2 * self.latent + self.rope
+        return 2 * self.batch * self.keys * self.heads * self.queries * products
+
+    @property
+    def copies(self) -> int:
+        if not self.on_cuda:
+            return 1
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return max(1, math.ceil(CACHE_MULTIPLE * cache / self.kv_bytes))
+
+    @property
+    def calls(self) -> int:
+        """Of a graph, as decode.DecodeGroup.calls."""
+        estimate_ms = self.kv_bytes / 4e9 + self.flop / ESTIMATE_FLOP_PER_MS + ESTIMATE_LAUNCH_MS
+        copies = self.copies
+        return copies * math.ceil(GRAPH_MS / (copies * estimate_ms)) if self.on_cuda else copies
+
+
+def groups(device: str = "cuda", quick: bool = False) -> list[LatentGroup]:
+    few = [(16, 1, 8192, 1), (16, 1, 65_536, 1), (16, 32, 4096, 1), (16, 32, 4096, 2)]
+    few += [(16, 128, 4096, 1), (16, 128, 4096, 2), (16, 64, 16_384, 1), (8, 32, 4096, 1)]
+    many = [(32, 32, 4096, 1), (64, 32, 4096, 1), (128, 1, 8192, 1), (128, 1, 65_536, 1)]
+    many += [(128, 32, 4096, 1), (128, 32, 4096, 2), (128, 128, 4096, 1), (128, 64, 16_384, 1)]
+    return [LatentGroup(*shape, device=device) for shape in (few[:1] if quick else few + many)]
+
+
+class Inputs:
+    def __init__(self, group: LatentGroup) -> None:
+        generator = torch.Generator(group.device).manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            x = torch.empty(shape, dtype=torch.bfloat16, device=group.device)
+            return x.normal_(generator=generator)
+
+        pages = group.copies * group.batch * group.keys // group.page_size
+        rows = (group.batch, group.queries, group.heads)
+        both = normal(pages, group.page_size, 1, group.latent + group.rope)
+        order = torch.randperm(pages, generator=generator, device=group.device).int()
+        lengths = torch.full((group.batch,), group.keys, dtype=torch.int32, device=group.device)
+        self.group = group
+        self.q, self.qv = normal(*rows, group.rope), normal(*rows, group.latent)
+        self.k, self.v = both[..., group.latent :], both[..., : group.latent]
+        self.tables = order.view(group.copies, group.batch, -1)
+        self.lengths = lengths
+        self.scale = (128 + group.rope) ** -0.5
+
+
+def ours(inputs: Inputs) -> NumberedCall:
+    from flash_attn_cuda import flash_attn_with_kvcache
+
+    require_ours(inputs.group.device)
+    x = inputs
+    return lambda index: flash_attn_with_kvcache(
+        *(x.q, x.k, x.v), qv=x.qv, cache_seqlens=x.lengths, block_table=x.tables[index],
+        softmax_scale=x.scale, causal=True,
+    )  # fmt: skip
+
+
+def fa3(inputs: Inputs) -> NumberedCall:
+    require_cuda(inputs.group)
+    attend = found(flash_attention_3_latent)
+    x = inputs
+    return lambda index: attend(x.q, x.k, x.v, x.qv, x.lengths, x.tables[index], x.scale)
+
+
+def graph_of(prepare: Callable[[Inputs], NumberedCall], inputs: Inputs) -> list[Call]:
+    attend, group = prepare(inputs), inputs.group
+    order = [index % group.copies for index in range(group.calls)]
+
+    def run() -> None:
+        for index in order:
+            attend(index)
+
+    return [CapturedCalls(run) if group.on_cuda else run]
+
+
+def measure_group(group: LatentGroup, protocol: Protocol) -> Iterator[Row]:
+    inputs = Inputs(group)
+    subjects = [
+        Subject(OURS, partial(graph_of, ours, inputs)),
+        Subject(FA3, partial(graph_of, fa3, inputs)),
+    ]
+    measured = measure(subjects, records=False, on_cuda=group.on_cuda, protocol=protocol)
+    timings = [found.timing and found.timing.divided_by(group.calls) for found in measured]
+    microseconds = [timing and timing.median_ms * 1e3 for timing in timings]
+    for subject, measurement, timing, us in zip(
+        subjects, measured, timings, microseconds, strict=True
+    ):
+        yield {
+            "name": f"{group} {subject.name}",
+            "group": str(group),
+            "what": subject.name,
+            "copies": group.copies,
+            "calls": group.calls,
+            **timing_of(measurement, timing),
+            "microseconds": us,
+            "terabytes_per_second": quotient(group.kv_bytes / 1e6, us),
+            "tflops": quotient(group.flop / 1e6, us),
+            "over_fa3": quotient(microseconds[1], us) if subject.name == OURS else None,
+            "targets": [],
+        }
