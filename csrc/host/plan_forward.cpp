@@ -134,9 +134,7 @@ void plan_latent(const ForwardParams& params, const DeviceInfo& device, ForwardP
   }
   const bool has_parts = plan.num_splits > 1;
   const bool is_whole = split.num_splits == 1 || split.batch_invariant || tiles >= many * plan.grid;
-  plan.sharing = has_parts  ? TileSharing::parts
-                 : is_whole ? TileSharing::whole
-                            : TileSharing::even;
+  plan.sharing = has_parts ? TileSharing::parts : is_whole ? TileSharing::whole : TileSharing::even;
 }
 
 // Parts of tiles. Where CTAs share blocks evenly, from one part to the next either the CTA or the

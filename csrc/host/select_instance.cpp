@@ -29,8 +29,8 @@ bool has_enough_keys(const Config& config, const KernelRequest& request) {
 bool serves(const ForwardConfig& config, const KernelRequest& request) {
   const bool serves_any = config.most_causal_seqlen == 0 && config.most_full_seqlen == 0;
   const int most = request.is_causal ? config.most_causal_seqlen : config.most_full_seqlen;
-  return config.kind == request.kind && config.block_m >= request.latent_rows && (serves_any || (most > 0 && request.seqlen <= most)) &&
-         has_enough_keys(config, request);
+  return config.kind == request.kind && config.block_m >= request.latent_rows &&
+         (serves_any || (most > 0 && request.seqlen <= most)) && has_enough_keys(config, request);
 }
 bool serves(const BackwardConfig& config, const KernelRequest& request) {
   return has_enough_keys(config, request);

@@ -54,8 +54,8 @@ CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns, Dtype dtype) {
   }
 }
 
-// How much L2 fetches around what a box wants of it: rows that are no multiples of 256 bytes apart, as
-// those of a joined latent cache, took 6 % longer with as much.
+// How much L2 fetches around what a box wants of it: rows that are no multiples of 256 bytes apart,
+// as those of a joined latent cache, took 6 % longer with as much.
 template <std::size_t kRank>
 CUtensorMapL2promotion promotion_of(const MapSpec<kRank>& spec) {
   return spec.strides[0] % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B

@@ -33,8 +33,8 @@ CUTE_DEVICE void publish_barriers(Maps const&... maps) {
 inline constexpr int producer_warpgroup = 0;
 enum ProducerWarp : int { loading_warp, clearing_warp, finding_warp, assisting_warp };
 
-// What setmaxnreg makes of a warpgroup's registers: it waits for those that others give away. 0: they
-// stay what the launch gives.
+// What setmaxnreg makes of a warpgroup's registers: it waits for those that others give away. 0:
+// they stay what the launch gives.
 template <class Traits, int kRegisters>
 CUTE_DEVICE void set_registers() {
   if constexpr (kRegisters == 0) {

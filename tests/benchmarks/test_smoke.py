@@ -41,9 +41,7 @@ TINY: dict[Any, dict[str, Any]] = {
     decode: {
         "groups": lambda *_: [decode.DecodeGroup("tiny", (5, 300), None, 4, 2, 16, device="cpu")]
     },
-    latent: {
-        "groups": lambda *_: [latent.LatentGroup(4, 2, 64, 1, 32, 16, 16, device="cpu")]
-    },
+    latent: {"groups": lambda *_: [latent.LatentGroup(4, 2, 64, 1, 32, 16, 16, device="cpu")]},
     decode.measure_copy: {"__defaults__": (1000,)},
     prefill: {"groups": lambda *_: [prefill.PrefillGroup(2, 5, 256, 16, 4, 2, device="cpu")]},
     feature_cost: {"SEQLEN": 32, "HEAD_DIMS": (16, 16), "TOKENS": 64, "HIDDEN": 32},

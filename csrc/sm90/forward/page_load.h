@@ -36,8 +36,7 @@ CUTE_DEVICE PagedSpan checked_span(KeyRows const& keys, PagedSpan span, DeviceEr
 template <int kRows>
 CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int key_begin,
                                 int seqlen_k, DeviceErrors* errors) {
-  return checked_span(
-      keys, look_up_span<kRows>(keys, head, box_rows, key_begin, seqlen_k), errors);
+  return checked_span(keys, look_up_span<kRows>(keys, head, box_rows, key_begin, seqlen_k), errors);
 }
 
 // A whole warp calls it, once the tile may be written: it starts the loads that complete `full`.

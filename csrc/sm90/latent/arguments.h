@@ -23,12 +23,12 @@ struct LatentArguments {
   float scale_log2;     // from a score to powers of two, positive: hidden scores are -inf
   bool negates_scores;  // softmax_scale < 0
   TileSharing sharing;
-  int most_parts;      // of a tile, where sharing is in parts
-  int keys_per_part;   // 0: what most_parts leave each
+  int most_parts;       // of a tile, where sharing is in parts
+  int keys_per_part;    // 0: what most_parts leave each
   int warps_per_join;   // that share the parts of what a warp joins
   int pieces_per_join;  // that a warp joins one after the other
-  float* out_parts;    // (parts, columns, rows), in the order of the accumulators
-  float* lse_parts;    // (parts, rows), in powers of two
+  float* out_parts;     // (parts, columns, rows), in the order of the accumulators
+  float* lse_parts;     // (parts, rows), in powers of two
   PartsOfTile* parts_of_tiles;
 };
 

@@ -106,9 +106,9 @@ struct LatentConsumer {
       for (int i = 0; i < columns; ++i) {
         const int centre =
             latent_row<Traits>(args.group, item.work, row_of(i)).query + sequence.shift;
-        const bool is_seen =
-            exists && (window.left == Window::unbounded || key >= centre - window.left) &&
-            (window.right == Window::unbounded || key <= centre + window.right);
+        const bool is_seen = exists &&
+                             (window.left == Window::unbounded || key >= centre - window.left) &&
+                             (window.right == Window::unbounded || key <= centre + window.right);
         if (!is_seen) scores(h, i) = -INFINITY;
       }
     }
@@ -197,8 +197,7 @@ struct LatentConsumer {
   }
 
   // S^T -> P^T of the block, and O is ready to take it in. starts: there are no references yet.
-  CUTE_DEVICE void make_probabilities(bool starts, Scores const& tSrS,
-                                      Output (&tOrO)[own_values]) {
+  CUTE_DEVICE void make_probabilities(bool starts, Scores const& tSrS, Output (&tOrO)[own_values]) {
     float sums[columns];
     if (Traits::buffers_p == 1) sync_output(warpgroup);  // all have read the last block's
     // The vote comes with the barrier that all need who read P.

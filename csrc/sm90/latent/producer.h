@@ -1,5 +1,5 @@
-// The producer warps of a CTA: one finds items, one loads keys and one queries. The loading ones read
-// the items as the consumers do.
+// The producer warps of a CTA: one finds items, one loads keys and one queries. The loading ones
+// read the items as the consumers do.
 #pragma once
 
 #include "sm90/forward/page_load.h"
@@ -64,8 +64,8 @@ struct KeyLoader {
     for (int piece = 0; piece < Traits::pieces; ++piece, state.advance()) {
       producer_acquire(smem.ring, state);
       std::uint64_t* full = &smem.ring.full[state.stage];
-      auto* box = smem.pieces + state.stage * Traits::piece_elements +
-                  lane * args.key_box_rows * columns;
+      auto* box =
+          smem.pieces + state.stage * Traits::piece_elements + lane * args.key_box_rows * columns;
       if (span.misses_keys) {
         if (rows > 0 && !is_loaded) clear_box(box);
         __syncwarp();

@@ -1,6 +1,6 @@
-// Which blocks of keys a CTA takes (TileSharing, flash_attn/api.h). Lengths may be in device memory,
-// and then the host knows neither how much there is to do nor how long a tile is. So a warp of
-// every CTA adds up what all tiles have, and finds its share.
+// Which blocks of keys a CTA takes (TileSharing, flash_attn/api.h). Lengths may be in device
+// memory, and then the host knows neither how much there is to do nor how long a tile is. So a warp
+// of every CTA adds up what all tiles have, and finds its share.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +48,8 @@ struct LatentTiles {
 
   CUTE_DEVICE static LatentTiles of(LatentArguments const& args) {
     int const* counts = args.table.counts;
-    return {args, counts == nullptr ? args.most_tiles
-                                    : counts[0] * static_cast<int>(args.heads.divisor)};
+    return {args,
+            counts == nullptr ? args.most_tiles : counts[0] * static_cast<int>(args.heads.divisor)};
   }
 
   CUTE_DEVICE LatentTile operator[](int index) const {

@@ -27,7 +27,8 @@ struct LatentTraits {
   static constexpr int block_m = config.block_m;  // rows: query heads of a key head, of queries
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim_v = config.head_dim_v;
-  static constexpr int consumers = config.num_warps / 4;  // warpgroups, which share the columns of O
+  static constexpr int consumers =
+      config.num_warps / 4;  // warpgroups, which share the columns of O
   static constexpr int threads = warpgroup_threads * (1 + consumers);
   static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
@@ -50,8 +51,8 @@ struct LatentTraits {
   using QueryLayout = TileLayout<Element, block_m, piece_columns, pieces>;
   using PieceLayout = TileLayout<Element, block_n, piece_columns, stages>;
   // Rows innermost, in bricks of eight keys and eight rows.
-  using ProbabilityLayout = decltype(tile_to_shape(GMMA::Layout_MN_INTER_Atom<Element>{},
-                                                   Shape<Int<block_m>, Int<block_n>, Int<buffers_p>>{}));
+  using ProbabilityLayout = decltype(tile_to_shape(
+      GMMA::Layout_MN_INTER_Atom<Element>{}, Shape<Int<block_m>, Int<block_n>, Int<buffers_p>>{}));
   static constexpr int piece_elements = block_n * piece_columns;
 
   // What a thread holds of S^T: two keys of each of its columns, which are rows of Q.
