@@ -206,6 +206,11 @@ class KernelRow:
         return not self.features & WITHOUT_FP32_RESULTS
 
     @property
+    def is_latent(self) -> bool:
+        """has_latent of config.h."""
+        return Feature.latent in self.features
+
+    @property
     def launch_header(self) -> str:
         """The header of the kernel's make_..._instance, within csrc/."""
         return f"{self.kernel.value.replace(' ', '/')}/launch.h"

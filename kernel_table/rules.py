@@ -44,7 +44,14 @@ def _sm80_forward(row: Any) -> Rules:
 
 
 def _sm80_decode(row: Any) -> Rules:
-    yield from _columns_of_values(row)
+    warps = row.value_dim // (row.columns_per_warp or row.value_dim)
+    yield warps in (1, 2) and row.num_warps % warps == 0, "one warp or two share a slice of keys"
+    yield row.head_dim % (32 * warps) == 0, "a warp has whole 32 columns of keys"
+    if row.is_latent:
+        yield row.shares_queries, "registers hold no qv beside O"
+        yield row.value_dim % row.head_dim == 0, "values have whole times the columns of keys"
+    else:
+        yield row.value_dim == row.head_dim, "values have the head dim of keys"
     yield row.block_m == 16, "a tile is the 16 rows of one product"
     yield row.block_n in (16, 32), "a warp takes 16 or 32 keys at a time, one to look up a lane"
     yield row.stages_kv >= 2, "one buffer fills while the other is read"
@@ -156,6 +163,7 @@ def _sm90_latent(row: Any) -> Rules:
     yield row.block_m in (16, 32, 64), "rows are the columns of a product, one to a thread's pair"
     yield row.block_n == 64, "keys are the rows of a product"
     yield row.head_dim == 64, "the rotary columns are one piece"
+    yield row.is_latent, "scores have qv v^T"
     yield row.num_warps in (4, 8), "one or two warpgroups share the columns of O"
     pairs = row.value_dim // 128
     yield (

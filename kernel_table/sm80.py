@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_table.features import CACHE_MODIFIERS, DROPOUT, E4M3_CACHE, MASKED, MODIFIERS, ORDERED
+from kernel_table.features import (
+    CACHE_MODIFIERS,
+    DROPOUT,
+    E4M3_CACHE,
+    LATENT,
+    MASKED,
+    MODIFIERS,
+    ORDERED,
+)
 from kernel_table.row import NO_FEATURES, Feature, Kernel, entry, tile
 
 # sm80 forward ------------------------------------------------------------------------------------
@@ -130,6 +138,15 @@ SM80_DECODE = (
             tile({"decode": DECODE}, num_warps=4, stages_kv=3),
             tile({"decode_smem99k": DECODE}, num_warps=2, stages_kv=2),
             tile({"decode_e4m3": DECODE_E4M3}, num_warps=2, stages_kv=3, ctas_per_sm=3),
+        ),
+    ),
+    # Absorbed latent attention. Q, of 576 columns, takes 18 KiB beside the stages.
+    entry(
+        Kernel.sm80_decode, (64, 512),
+        block_m=16, block_n=16, shares_queries=True, columns_per_warp=256,
+        tiles=(
+            tile({"decode_latent": LATENT}, num_warps=4, stages_kv=3),
+            tile({"decode_latent_smem99k": LATENT}, num_warps=2, stages_kv=4),
         ),
     ),
 )

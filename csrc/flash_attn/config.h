@@ -76,7 +76,7 @@ struct ForwardConfig {
   Dtype dtype;
   MaskKind mask;
   int head_dim;    // the bucket: serves every head dim up to this one
-  int head_dim_v;  // the bucket of v and out; other than head_dim in rows of sm90 alone
+  int head_dim_v;  // the bucket of v and out; other than head_dim in rows of sm90 and latent ones
   ForwardKind kind;
   int block_m;    // queries per tile; decode, latent: rows, of queries and heads together
   int block_n;    // keys per step; decode: of one warp
@@ -94,7 +94,7 @@ struct ForwardConfig {
   int least_keys_full = 0;
   int least_keys_windowed = 0;
   int columns_per_cta = 0;   // sm80: of V and O, 0: all. Other CTAs have the others
-  int columns_per_warp = 0;  // decode: of Q, K, V and O, 0: all. Other warps have the others
+  int columns_per_warp = 0;  // decode: of V and O, 0: all. Other warps have the others
   bool is_wide = false;      // a kernel of sm90/wide_forward/
   FeatureSet features;
 };
@@ -111,7 +111,7 @@ constexpr int ctas_of_columns(int columns_per_cta, int columns) {
 }
 // Warps of a decode kernel, or groups of them, that take keys of their own.
 constexpr int warps_with_own_keys(const ForwardConfig& decode) {
-  return decode.num_warps / ctas_of_columns(decode.columns_per_warp, decode.head_dim);
+  return decode.num_warps / ctas_of_columns(decode.columns_per_warp, decode.head_dim_v);
 }
 
 struct Sm80ForwardConfig {

@@ -34,7 +34,7 @@ CUTE_DEVICE bool is_last_split(MarkedCounter const& arrivals, int splits,
 template <class Traits>
 CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& item) {
   using Element = typename Traits::Element;
-  constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
+  constexpr int chunks_per_row = Traits::head_dim_v / OutputChunk::columns;
   constexpr int in_flight = 16;
   Sequence const& sequence = item.work.sequence;
   const int head_dim_v = args.params.shape.head_dim_v;
@@ -59,11 +59,11 @@ CUTE_DEVICE void combine_splits(DecodeArguments const& args, DecodeItem const& i
       for (int j = 0; j < in_flight; ++j) {
         lse[j] = j < left ? __ldcg(next.lse + j) : -INFINITY;
         // A split without keys may have left anything there.
-        const auto* part = reinterpret_cast<const float4*>(next.out + j * Traits::head_dim);
+        const auto* part = reinterpret_cast<const float4*>(next.out + j * Traits::head_dim_v);
         parts[j] = j < left ? __ldcg(part) : float4{};
       }
       next.lse += in_flight;
-      next.out += in_flight * Traits::head_dim;
+      next.out += in_flight * Traits::head_dim_v;
       CUTE_UNROLL
       for (int j = 0; j < in_flight; ++j) largest = fmaxf(largest, lse[j]);
       const float before = reference;

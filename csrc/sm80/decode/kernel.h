@@ -48,21 +48,23 @@ struct RowPositions {
   }
 };
 
-// Q straight into the fragments of the product: 16 rows are too few to be worth shared memory.
-// Rows that do not attend and columns beyond head_dim are zeros. Columns lie as the keys' do.
+// q or qv, from column_begin on, straight into the fragments of the product: 16 rows are too few to
+// be worth shared memory. Rows that do not attend and columns beyond `columns` of the tensor are
+// zeros. Columns lie as the keys' do.
 template <class Traits, class Fragment, class Coords>
-CUTE_DEVICE void load_queries(DecodeArguments const& args, Sequence const& sequence,
+CUTE_DEVICE void load_queries(DecodeArguments const& args, TensorView const& view, int columns,
+                              Sequence const& sequence,
                               PackedRow const (&rows)[Traits::rows_per_thread], int column_begin,
                               Coords const& coords, Fragment& fragment) {
   using Element = typename Traits::Element;
   constexpr std::uint32_t two_signs = 0x8000'8000;
-  const int head_dim = args.params.shape.head_dim - column_begin;
+  const int head_dim = columns - column_begin;
   const std::uint16_t* sources[Traits::rows_per_thread];
   CUTE_UNROLL
   for (int i = 0; i < Traits::rows_per_thread; ++i) {
     const bool attends = rows[i].query < sequence.seqlen_q;
     sources[i] =
-        attends ? row_pointer<const std::uint16_t>(args.params.q, sequence.batch_q, rows[i].head,
+        attends ? row_pointer<const std::uint16_t>(view, sequence.batch_q, rows[i].head,
                                                    sequence.row_q + rows[i].query) +
                       column_begin
                 : nullptr;
@@ -100,11 +102,17 @@ CUTE_DEVICE void load_queries(DecodeArguments const& args, Sequence const& seque
 // needs registers for two steps.
 template <class Fragment>
 struct SharedQueries {
-  const uint4* source;  // (steps, lanes)
+  static constexpr int num_steps = decltype(size<2>(Fragment{}))::value;  // of 16 columns
+
+  uint4* steps;  // (steps, lanes)
   int lane;
   Fragment fragment;
 
-  CUTE_DEVICE void load(int k) { at(fragment, k) = source[k * 32 + lane]; }
+  CUTE_DEVICE void load(int k) { at(fragment, k) = steps[k * 32 + lane]; }
+  CUTE_DEVICE void leave(Fragment& whole) const {
+    CUTE_UNROLL
+    for (int k = 0; k < num_steps; ++k) steps[k * 32 + lane] = at(whole, k);
+  }
 
   // A step's four registers of a fragment.
   CUTE_DEVICE static uint4& at(Fragment& fragment, int k) {
@@ -140,7 +148,7 @@ CUTE_DEVICE void add_scores_of_group(typename Traits::SharedStorage& smem, int w
 template <class Traits>
 CUTE_DEVICE auto keys_of_slice(const typename Traits::Cached* data, int lane) {
   if constexpr (Traits::is_e4m3) {
-    using Keys = E4m3Keys<Traits::slice, Traits::columns_per_warp>;
+    using Keys = E4m3Keys<Traits::slice, Traits::key_columns>;
     return Keys{data, lane, {}, {}};
   } else {
     return operand_b(LoadMatrix<typename Traits::Element>{}, typename Traits::Mma{},
@@ -148,16 +156,23 @@ CUTE_DEVICE auto keys_of_slice(const typename Traits::Cached* data, int lane) {
   }
 }
 
-// The same of O += P V, for one piece of V's columns.
+// V as keys of qv.
+template <class Traits>
+CUTE_DEVICE auto latents_of_slice(const typename Traits::Cached* data, int lane) {
+  return operand_b(LoadMatrix<typename Traits::Element>{}, typename Traits::Mma{},
+                   smem_tile<typename Traits::ValueLayout>(data + Traits::key_elements), lane);
+}
+
+// The B operand of O += P V, for one piece of V's columns.
 template <class Traits>
 CUTE_DEVICE auto values_of_slice(const typename Traits::Cached* data, int piece, int lane) {
   constexpr int slice = Traits::slice;
   if constexpr (Traits::is_e4m3) {
-    using Values = E4m3Values<slice, Traits::columns_per_warp, Traits::piece>;
-    return Values{data + slice * Traits::columns_per_warp, piece * Traits::piece, lane, {}};
+    using Values = E4m3Values<slice, Traits::value_columns, Traits::piece>;
+    return Values{data + Traits::key_elements, piece * Traits::piece, lane, {}};
   } else {
-    auto sV = smem_tile<typename Traits::ValueLayout>(
-        data + slice * (Traits::columns_per_warp + piece * Traits::piece));
+    auto sV = smem_tile<typename Traits::PieceLayout>(
+        data + (Traits::key_elements + piece * slice * Traits::piece));
     return operand_b(LoadMatrixTransposed<typename Traits::Element>{}, typename Traits::Mma{},
                      transposed(sV), lane);
   }
@@ -179,7 +194,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int group = warp / Traits::warps_per_group;
-  const int column_begin = warp % Traits::warps_per_group * Traits::columns_per_warp;
+  const int part = warp % Traits::warps_per_group;  // of the columns
 
   Sequence const& sequence = work.sequence;
   const Band band = band_from_queries(params.window, sequence.shift);
@@ -200,12 +215,12 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int own_slice =
       first_slice +
       (group + Traits::num_groups - first_slice % Traits::num_groups) % Traits::num_groups;
-  SliceLoader<Traits> loader(args, work, span, column_begin, lane);
+  SliceLoader<Traits> loader(args, work, span, part, lane);
   if (own_slice < slices) loader.look_up(span.origin + own_slice * slice);
 
   typename Traits::Mma mma;
-  auto cQ = a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<Traits::columns_per_warp>>{}),
-                    lane);
+  auto cQ =
+      a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<Traits::key_columns>>{}), lane);
   auto cS = make_identity_tensor(Shape<Int<block_m>, Int<slice>>{});
   auto tScS = rows_cols_view(accumulator_share(mma, cS, lane));  // this thread's (rows, columns)
   PackedRow rows[Traits::rows_per_thread];
@@ -216,27 +231,36 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     positions.set(i, params.score, sequence, band, rows[i]);
   }
   auto tSrQ = make_tensor<Factor>(shape(cQ));
-  auto* shared_queries =
-      reinterpret_cast<uint4*>(smem.queries) + column_begin / 16 * 32;  // steps of 16 columns
+  auto* shared_queries =  // (steps of 16 columns, lanes)
+      reinterpret_cast<uint4*>(smem.queries) + part * Traits::query_columns / 16 * 32;
   SharedQueries<decltype(tSrQ)> q{shared_queries, lane, {}};
+  auto cQv =
+      a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<Traits::value_columns>>{}), lane);
+  [[maybe_unused]] auto tSrQv = make_tensor<Factor>(shape(cQv));
+  [[maybe_unused]] SharedQueries<decltype(tSrQv)> qv{shared_queries + q.num_steps * 32, lane, {}};
   [[maybe_unused]] float query_unit = 1.0f;
   if (!Traits::shares_queries || group == 0) {
-    load_queries<Traits>(args, sequence, rows, column_begin, cQ, tSrQ);
+    load_queries<Traits>(args, params.q, params.shape.head_dim, sequence, rows,
+                         part * Traits::key_columns, cQ, tSrQ);
     if constexpr (Traits::is_e4m3 && Traits::config.dtype == Dtype::bf16)
       query_unit = queries_to_half<decltype(size(tSrQ))::value / 2>(
           reinterpret_cast<std::uint32_t*>(tSrQ.data()));
   }
   if constexpr (Traits::shares_queries) {
     if (group == 0) {
-      CUTE_UNROLL
-      for (int k = 0; k < size<2>(tSrQ); ++k) shared_queries[k * 32 + lane] = q.at(tSrQ, k);
+      q.leave(tSrQ);
       if (Traits::is_e4m3 && lane == 0) smem.query_units[warp] = query_unit;
+      if constexpr (Traits::is_latent) {
+        load_queries<Traits>(args, params.qv, params.shape.head_dim_v, sequence, rows,
+                             part * Traits::value_columns, cQv, tSrQv);
+        qv.leave(tSrQv);
+      }
     }
     __syncthreads();
     if (Traits::is_e4m3) query_unit = smem.query_units[warp % Traits::warps_per_group];
   }
 
-  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_warp>>> tOrO;
+  AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::value_columns>>> tOrO;
   clear(tOrO);
   OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
   [[maybe_unused]] ScoreScales score_scales;
@@ -277,6 +301,10 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
       gemm(mma, tSrS, q, k);
     else
       gemm_registers_a(mma, tSrS, tSrQ, k);
+    if constexpr (Traits::is_latent) {
+      auto latents = latents_of_slice<Traits>(data, lane);
+      gemm(mma, tSrS, qv, latents);
+    }
     auto scores = rows_cols_view(tSrS);
     if constexpr (Traits::is_e4m3) score_scales.apply(scores, tScS, token_scales);
     if constexpr (Traits::warps_per_group > 1)

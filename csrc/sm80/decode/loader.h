@@ -13,20 +13,21 @@ class SliceLoader {
   using Cached = typename Traits::Cached;
   static constexpr int slice = Traits::slice;
 
-  // For the keys of `span`, whose other ones become zeros in a slice, unread; their columns from
-  // column_begin on.
+  // For the keys of `span`, whose other ones become zeros in a slice, unread. part: which of a
+  // group's warps loads its columns.
   CUTE_DEVICE SliceLoader(DecodeArguments const& args, TileWork const& work, KeySpan const& span,
-                          int column_begin, int lane)
+                          int part, int lane)
       : params(args.params),
         rows(KeyRows::of(args.params.paged, work.sequence)),
         span(span),
         head(work.head),
-        column_begin(column_begin),
+        k_column(part * Traits::key_columns),
+        v_column(part * Traits::value_columns),
         lane(lane),
         lane_row(lane / chunks_per_row),
-        lane_column(column_begin + lane % chunks_per_row * chunk),
-        k_begin(row_pointer<const Cached>(params.k, 0, head, lane_row) + lane_column),
-        v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + lane_column),
+        lane_column(lane % chunks_per_row * chunk),
+        k_begin(row_pointer<const Cached>(params.k, 0, head, lane_row) + k_column + lane_column),
+        v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + v_column + lane_column),
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
         has_consecutive_rows(has_vector_rows && are_consecutive(rows, span.origin)) {}
 
@@ -65,7 +66,7 @@ class SliceLoader {
   using Bits = std::uint16_t;  // an element, unread
   static constexpr int atom_columns =
       Traits::is_e4m3 ? Traits::CachedTile::atom_columns
-                      : decltype(size<1>(SwizzleAtom<Traits::columns_per_warp>{}))::value;
+                      : Traits::piece;
   static constexpr int chunk = sizeof(uint128_t) / sizeof(Cached);
   static constexpr int chunks_per_row = atom_columns / chunk;
   static constexpr int rows_per_pass = 32 / chunks_per_row;
@@ -92,19 +93,18 @@ class SliceLoader {
   }
 
   // This lane's first vector of a row of a slice, and how far others of its place in the swizzle
-  // are from it.
+  // are from it. K has as many columns as V or fewer, which lie alike.
   CUTE_DEVICE Cached* place_in(Cached* stage, int row) const {
-    const int column = lane_column - column_begin;
     if constexpr (Traits::is_e4m3)
-      return stage + Traits::CachedTile::offset(row, column);
+      return stage + Traits::CachedTile::offset(row, lane_column);
     else
-      return &smem_tile<typename Traits::KeyLayout>(stage)(row, column);
+      return &smem_tile<typename Traits::ValueLayout>(stage)(row, lane_column);
   }
   CUTE_DEVICE static auto distance(int rows, int columns) {
     if constexpr (Traits::is_e4m3)
       return Traits::CachedTile::distance(rows, columns);
     else
-      return get_nonswizzle_portion(typename Traits::KeyLayout{})(rows, columns);
+      return get_nonswizzle_portion(typename Traits::ValueLayout{})(rows, columns);
   }
 
   CUTE_DEVICE bool has_key(int key_begin) const {
@@ -122,8 +122,8 @@ class SliceLoader {
     const TensorView& v = params.v;
     const Cached* k_row = k_begin + first.batch * k.batch_stride + first.row * k.row_stride;
     const Cached* v_row = v_begin + first.batch * v.batch_stride + first.row * v.row_stride;
-    const int columns = first.exists() ? params.shape.head_dim - lane_column : 0;
-    const int columns_v = first.exists() ? params.shape.head_dim_v - lane_column : 0;
+    const int columns = first.exists() ? params.shape.head_dim - k_column - lane_column : 0;
+    const int columns_v = first.exists() ? params.shape.head_dim_v - v_column - lane_column : 0;
     const auto keys = static_cast<unsigned>(span.end - span.begin);
     const auto lane_key = static_cast<unsigned>(key_begin + lane_row - span.begin);
     constexpr int phases =
@@ -136,12 +136,12 @@ class SliceLoader {
     for (int row = 0; row < slice; row += rows_per_pass) {
       const bool exists = lane_key + row < keys;
       CUTE_UNROLL
-      for (int column = 0; column < Traits::columns_per_warp; column += atom_columns) {
+      for (int column = 0; column < Traits::value_columns; column += atom_columns) {
         Cached* target = targets[row % atom_rows / rows_per_pass] +
                          distance(row / atom_rows * atom_rows, column);
-        copy_vector(k_row + column, exists && column < columns, target);
-        copy_vector(v_row + column, exists && column < columns_v,
-                    target + Traits::stage_elements / 2);
+        if (column < Traits::key_columns)
+          copy_vector(k_row + column, exists && column < columns, target);
+        copy_vector(v_row + column, exists && column < columns_v, target + Traits::key_elements);
       }
       k_row += rows_per_pass * k.row_stride;
       v_row += rows_per_pass * v.row_stride;
@@ -174,51 +174,53 @@ class SliceLoader {
   }
 
   CUTE_DEVICE void copy_vectors(Cached* stage, std::int64_t k_offset, std::int64_t v_offset) const {
-    const auto* k_data = static_cast<const Cached*>(params.k.data) + lane_column;
-    const auto* v_data = static_cast<const Cached*>(params.v.data) + lane_column;
+    const auto* k_data = static_cast<const Cached*>(params.k.data) + k_column + lane_column;
+    const auto* v_data = static_cast<const Cached*>(params.v.data) + v_column + lane_column;
 #pragma unroll 1
     for (int row = lane_row; row < slice; row += rows_per_pass) {
       const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, row);
       const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, row);
-      const int columns = k_row >= 0 ? params.shape.head_dim - lane_column : 0;
-      const int columns_v = k_row >= 0 ? params.shape.head_dim_v - lane_column : 0;
+      const int columns = k_row >= 0 ? params.shape.head_dim - k_column - lane_column : 0;
+      const int columns_v = k_row >= 0 ? params.shape.head_dim_v - v_column - lane_column : 0;
       Cached* first = place_in(stage, row);
       CUTE_UNROLL
-      for (int column = 0; column < Traits::columns_per_warp; column += atom_columns) {
+      for (int column = 0; column < Traits::value_columns; column += atom_columns) {
         Cached* target = first + distance(0, column);
-        copy_vector(k_data + k_row + column, column < columns, target);
-        copy_vector(v_data + v_row + column, column < columns_v,
-                    target + Traits::stage_elements / 2);
+        if (column < Traits::key_columns)
+          copy_vector(k_data + k_row + column, column < columns, target);
+        copy_vector(v_data + v_row + column, column < columns_v, target + Traits::key_elements);
       }
     }
   }
 
   CUTE_DEVICE void copy_elements(Cached* stage, std::int64_t k_offset,
                                  std::int64_t v_offset) const {
-    auto tile = smem_tile<typename Traits::KeyLayout>(reinterpret_cast<Bits*>(stage));
+    auto tile = smem_tile<typename Traits::ValueLayout>(reinterpret_cast<Bits*>(stage));
     constexpr int rows_in_flight = 4;
-    const auto* k_data = static_cast<const Bits*>(params.k.data) + column_begin;
-    const auto* v_data = static_cast<const Bits*>(params.v.data) + column_begin;
+    const auto* k_data = static_cast<const Bits*>(params.k.data) + k_column;
+    const auto* v_data = static_cast<const Bits*>(params.v.data) + v_column;
 #pragma unroll 1
     for (int first = 0; first < slice; first += rows_in_flight) {
 #pragma unroll 1
-      for (int column = lane; column < Traits::columns_per_warp; column += 32) {
+      for (int column = lane; column < Traits::value_columns; column += 32) {
+        const bool has_k = Traits::key_columns == Traits::value_columns ||
+                           column < Traits::key_columns;
         Bits k_bits[rows_in_flight];
         Bits v_bits[rows_in_flight];
         CUTE_UNROLL
         for (int i = 0; i < rows_in_flight; ++i) {
           const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, first + i);
           const std::int64_t v_row = __shfl_sync(0xffffffffu, v_offset, first + i);
-          const bool exists = k_row >= 0 && column < params.shape.head_dim - column_begin;
-          const bool exists_v = k_row >= 0 && column < params.shape.head_dim_v - column_begin;
+          const bool exists = has_k && k_row >= 0 && column < params.shape.head_dim - k_column;
+          const bool exists_v = k_row >= 0 && column < params.shape.head_dim_v - v_column;
           k_bits[i] = exists ? k_data[k_row + column] : Bits{0};
           v_bits[i] = exists_v ? v_data[v_row + column] : Bits{0};
         }
         CUTE_UNROLL
         for (int i = 0; i < rows_in_flight; ++i) {
           Bits* target = &tile(first + i, column);
-          target[0] = k_bits[i];
-          target[Traits::stage_elements / 2] = v_bits[i];
+          if (has_k) target[0] = k_bits[i];
+          target[Traits::key_elements] = v_bits[i];
         }
       }
     }
@@ -228,10 +230,11 @@ class SliceLoader {
   const KeyRows rows;
   const KeySpan span;
   const int head;
-  const int column_begin;
+  const int k_column;  // of the tensors, the warp's first
+  const int v_column;
   const int lane;
   const int lane_row;           // this lane's first vector of a tile
-  const int lane_column;        // of the tensors'
+  const int lane_column;
   const Cached* const k_begin;  // of the head, from the lane's vector on
   const Cached* const v_begin;
   const bool has_vector_rows;

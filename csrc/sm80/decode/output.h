@@ -63,7 +63,7 @@ CUTE_DEVICE void leave_output(typename Traits::SharedStorage& smem, Accumulator 
                               int lane) {
   auto* o = reinterpret_cast<float*>(smem.pipelines[warp]);
   typename Traits::Mma mma;
-  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::columns_per_warp>>{});
+  auto cO = make_identity_tensor(Shape<Int<Traits::block_m>, Int<Traits::value_columns>>{});
   auto coords = rows_cols_view(accumulator_share(mma, cO, lane));
   auto output = rows_cols_view(tOrO);
   CUTE_UNROLL
@@ -151,7 +151,7 @@ struct PartialRow {
   CUTE_DEVICE static PartialRow at(DecodeArguments const& args, Sequence const& sequence,
                                    PackedRow const& row, int split) {
     const std::int64_t index = row_index(args, sequence, row) * args.num_splits + split;
-    return {args.lse_partial + index, args.out_partial + index * Traits::head_dim};
+    return {args.lse_partial + index, args.out_partial + index * Traits::head_dim_v};
   }
 };
 
@@ -191,7 +191,7 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
   using Element = typename Traits::Element;
   Sequence const& sequence = work.sequence;
   const int head_dim_v = args.params.shape.head_dim_v;
-  constexpr int chunks_per_row = Traits::head_dim / OutputChunk::columns;
+  constexpr int chunks_per_row = Traits::head_dim_v / OutputChunk::columns;
 #pragma unroll 1
   for (int i = threadIdx.x; i < Traits::block_m * chunks_per_row; i += Traits::threads) {
     const int tile_row = i / chunks_per_row;
@@ -210,10 +210,10 @@ CUTE_DEVICE void write_merged(DecodeArguments const& args, TileWork const& work,
       total = denominator(merged, args.scale_log2).with_sink(sink);
       CUTE_UNROLL
       for (int group = 0; group < Traits::num_groups; ++group) {
-        const int warp = group * Traits::warps_per_group + column / Traits::columns_per_warp;
+        const int warp = group * Traits::warps_per_group + column / Traits::value_columns;
         const auto* o = reinterpret_cast<const float*>(smem.pipelines[warp]);
         const auto* part = reinterpret_cast<const float4*>(o + tile_row * Traits::output_pitch +
-                                                           column % Traits::columns_per_warp);
+                                                           column % Traits::value_columns);
         chunk.add(*part, weights[group]);
       }
       chunk.scale(total.inverse());

@@ -31,7 +31,7 @@ struct DecodeArguments {
   int keys_per_split;  // 0: what the lengths ask for
   int resident_ctas;   // on the whole device
   // Results of rows of q over all sequences; a row's splits lie together.
-  float* out_partial;  // (rows, num_heads_q, num_splits, Traits::head_dim)
+  float* out_partial;  // (rows, num_heads_q, num_splits, Traits::head_dim_v)
   float* lse_partial;  // (rows, num_heads_q, num_splits), in powers of two
   // Counters (shared/schedule/marked_counter.h).
   unsigned long long* arrivals;  // (rows, num_heads_q): of splits, at a tile's first row

@@ -36,13 +36,14 @@ struct DecodeTraits {
   static constexpr int block_m = config.block_m;
   static constexpr int slice = config.block_n;  // keys that a warp takes at a time
   static constexpr int head_dim = config.head_dim;
+  static constexpr int head_dim_v = config.head_dim_v;
   static constexpr int num_warps = config.num_warps;
   static constexpr int threads = num_warps * 32;
   // A group of warps shares a slice of the keys of wide heads: each warp has some of its columns.
-  static constexpr int columns_per_warp =
-      config.columns_per_warp == 0 ? head_dim : config.columns_per_warp;
-  static constexpr int warps_per_group = head_dim / columns_per_warp;
-  static constexpr int num_groups = num_warps / warps_per_group;
+  static constexpr int num_groups = warps_with_own_keys(config);
+  static constexpr int warps_per_group = num_warps / num_groups;
+  static constexpr int key_columns = head_dim / warps_per_group;      // of q and K, a warp's
+  static constexpr int value_columns = head_dim_v / warps_per_group;  // of V and O, and of qv
   static constexpr int ctas_per_sm = config.ctas_per_sm < 2 ? 2 : config.ctas_per_sm;
   static constexpr int step = num_groups * slice;  // keys that the CTA takes at a time
   static constexpr int least_steps = 2;            // worth a split
@@ -59,21 +60,28 @@ struct DecodeTraits {
   // Where fragments of Q and O would not fit the registers, Q waits in shared memory.
   static constexpr bool shares_queries = own.shares_queries;
 
-  // V and O are multiplied some columns at a time, to keep few fragments of V alive.
-  static constexpr int piece = columns_per_warp % 64 == 0 ? 64 : 32;
-  static constexpr int pieces = columns_per_warp / piece;
-  using KeyLayout = TileLayout<slice, columns_per_warp>;
-  using ValueLayout = TileLayout<slice, piece>;  // V is one such tile after the other
+  // Scores are q k^T + qv v^T. V is an operand of S as well as of O.
+  static constexpr bool is_latent = has_latent(config.features);
+  static constexpr int query_columns = key_columns + (is_latent ? value_columns : 0);
 
-  using CachedTile = E4m3Tile<slice, is_e4m3 ? columns_per_warp : 64>;
+  // V and O are multiplied some columns at a time, to keep few fragments of V alive.
+  static constexpr int piece = key_columns % 64 == 0 ? 64 : 32;
+  static constexpr int pieces = value_columns / piece;
+  using KeyLayout = TileLayout<slice, key_columns>;
+  using PieceLayout = TileLayout<slice, piece>;  // V is one such tile after the other
+  using ValueLayout =
+      decltype(tile_to_shape(SwizzleAtom<piece>{}, Shape<Int<slice>, Int<value_columns>>{}));
+
+  using CachedTile = E4m3Tile<slice, is_e4m3 ? value_columns : 64>;
 
   // A slice of K and one of V make a stage. Scales of their tokens lie apart.
-  static constexpr int stage_elements = 2 * slice * columns_per_warp;
+  static constexpr int key_elements = slice * key_columns;
+  static constexpr int stage_elements = key_elements + slice * value_columns;
   static constexpr int stages = own.stages_kv;
 
   // O of one warp on its way to the others, in its own stages. The padding spreads the rows over
   // the banks.
-  static constexpr int output_pitch = columns_per_warp + 8;
+  static constexpr int output_pitch = value_columns + 8;
 
   struct SharedStorage {
     alignas(128) Cached pipelines[num_warps][stages * stage_elements];
@@ -84,7 +92,7 @@ struct DecodeTraits {
     FoundSequence found;
     bool is_last;
     int next_item;
-    alignas(16) std::uint32_t queries[shares_queries ? block_m * head_dim / 2 : 1];
+    alignas(16) std::uint32_t queries[shares_queries ? block_m * query_columns * warps_per_group / 2 : 1];
     float query_units[is_e4m3 && shares_queries ? warps_per_group : 1];
     // What each warp of a group adds to S, of two slices alternately.
     alignas(16) float scores[warps_per_group > 1 ? 2 * num_warps * block_m * slice : 1];
@@ -92,10 +100,13 @@ struct DecodeTraits {
 
   static_assert(block_m == 16, "one m16 atom");
   static_assert(slice % 16 == 0 && slice <= 32, "a lane looks up one key of a slice");
-  static_assert(head_dim % 32 == 0);
+  static_assert(key_columns % 32 == 0);
+  static_assert(value_columns % key_columns == 0, "a slice of K lies as columns of V do");
   static_assert(warps_per_group <= 2 && num_warps % warps_per_group == 0);
   static_assert(stages >= 2, "one fills while the other is read");
-  static_assert(config.head_dim_v == head_dim, "narrower values are columns that do not exist");
+  static_assert(is_latent || head_dim_v == head_dim,
+                "narrower values are columns that do not exist");
+  static_assert(!is_latent || (shares_queries && !is_e4m3), "registers hold no qv beside O");
   static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Cached),
                 "O of a warp fits its stages");
 };
