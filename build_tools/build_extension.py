@@ -30,10 +30,12 @@ MODULE = "_C"
 BACKEND_VARIABLE = "FLASH_ATTN_CUDA_BACKEND"
 # In the installed package; flash_attn_cuda/installed/build_info.py reads it.
 CHOICE_NAME = "_install.json"
-# Sources that take long, by the unit that compiles them. binding_calls compiles the others.
-LONG_UNITS = {
+# Sources that take long, or whose definitions others must not see, by the unit that compiles them.
+# binding_calls compiles the others.
+OWN_UNITS = {
     "binding_module": ("aten_operators", "module"),
     "binding_operators": ("autograd", "errors", "explain"),
+    "binding_glibc": ("old_glibc",),
 }
 
 
@@ -212,8 +214,8 @@ def _units() -> dict[str, str]:
     most of a compile, so that few compiles of many sources cost less than half of one for each.
     """
     sources = {path.stem for path in (REPO / "csrc/torch_binding").glob("*.cpp")}
-    calls = sources.difference(*LONG_UNITS.values())
-    units = {**LONG_UNITS, "binding_calls": tuple(sorted(calls))}
+    calls = sources.difference(*OWN_UNITS.values())
+    units = {**OWN_UNITS, "binding_calls": tuple(sorted(calls))}
     return {
         name: "".join(f'#include "torch_binding/{source}.cpp"\n' for source in stems)
         for name, stems in units.items()

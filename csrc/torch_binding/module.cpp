@@ -156,6 +156,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "no kernel for the call, or CUDA's own errors. No function\n"
       "but device_errors synchronises, unless FLASH_ATTN_CUDA_CHECK=1 asks that each call waits\n"
       "for the contents of lengths and indices to be checked (ValueError).";
+  const auto name = module.attr("__name__").cast<std::string>();
+  binding::package() = name.substr(0, name.rfind('.'));
   define_calls(module);
   binding::define_flash_attn_2(module);
   define_others(module);

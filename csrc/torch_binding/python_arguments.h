@@ -15,6 +15,16 @@
 #include "torch_binding/call.h"
 #include "torch_binding/check.h"
 
+namespace flash_attn_cuda::binding {
+
+// The Python package that this extension is in, by the name that it was imported by.
+inline std::string& package() {
+  static std::string name;
+  return name;
+}
+
+}  // namespace flash_attn_cuda::binding
+
 namespace pybind11::detail {
 
 template <class T>
@@ -112,7 +122,7 @@ struct named_tuple_caster {
     // A static of its own would be waited for with the GIL held, which an import may hand on.
     PYBIND11_CONSTINIT static gil_safe_call_once_and_store<object> type;
     type.call_once_and_store_result([] {
-      return module_::import("flash_attn_cuda.call")
+      return module_::import((flash_attn_cuda::binding::package() + ".call").c_str())
           .attr(python_name(static_cast<Described*>(nullptr)))
           .template cast<object>();
     });

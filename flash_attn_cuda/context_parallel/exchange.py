@@ -22,9 +22,10 @@ from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
+from ..installed.build_info import PACKAGE
+from ..operators.support import ops
 from .steps import Exchange, Rows
 
-_ops = torch.ops.flash_attn_cuda
 # By its name of torch 2.14, which warns of the other.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 _attentions: WeakKeyDictionary[TracingContext, count[int]] = WeakKeyDictionary()
@@ -74,7 +75,7 @@ class Exchanges:
         bounds = [bound for of_part in rows for bound in of_part]
         after = [*self.after, *self.unread]
         self.unread, self._count = [], self._count + 1
-        sent: Tensor = _ops.rows_to_send(list(tensors), bounds, self.attention, self._count, after)
+        sent: Tensor = ops.rows_to_send(list(tensors), bounds, self.attention, self._count, after)
         return sent
 
     def arrived(self, x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class Exchanges:
     def end_with(self, *results: Tensor) -> None:
         """Whoever reads one of these results of the pass reads all that has come."""
         if self.unread:
-            _ops.end_exchanges(list(results), self.unread)
+            ops.end_exchanges(list(results), self.unread)
 
 
 def _side_by_side(tensors: Sequence[Tensor], rows: Sequence[Rows]) -> Tensor:
@@ -129,13 +130,13 @@ def _end_exchanges(results: Sequence[Tensor], came: Sequence[Tensor]) -> None:
 
 
 torch.library.custom_op(
-    "flash_attn_cuda::rows_to_send",
+    f"{PACKAGE}::rows_to_send",
     _rows_to_send,
     mutates_args=(),
     schema="(Tensor[] tensors, int[] bounds, int attention, int number, Tensor[] after) -> Tensor",
 ).register_fake(_rows_to_send)
 torch.library.custom_op(
-    "flash_attn_cuda::end_exchanges",
+    f"{PACKAGE}::end_exchanges",
     _end_exchanges,
     mutates_args=("results",),
     schema="(Tensor(a!)[] results, Tensor[] came) -> ()",

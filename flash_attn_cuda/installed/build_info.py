@@ -25,9 +25,12 @@ import torch
 
 from .. import __version__
 
+# flash_attn_cuda; another where a loader imports the folder by its path. Operators have it before
+# their names, so that two copies can be loaded.
+PACKAGE = __name__.partition(".")[0]
 FOLDER = Path(__file__).parents[1]  # of the package, with the extension
 INSTALL_RECORD = FOLDER / "_install.json"  # by setup.py: what it chose and why
-EXTENSION = "flash_attn_cuda._C"
+EXTENSION = f"{PACKAGE}._C"
 REINSTALL = (
     "To get it, run FLASH_ATTN_CUDA_BACKEND=cuda pip install --force-reinstall --no-deps "
     "--no-cache-dir . in the source folder: that builds it or says what is missing"

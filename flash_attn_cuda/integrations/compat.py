@@ -42,6 +42,7 @@ from torch import Tensor
 
 from ..functions import interface, private, rotary
 from ..installed import build_info
+from ..operators.support import ops
 from . import padding, rotary_layers
 from .names import refused_names
 
@@ -118,10 +119,9 @@ _OPERATORS: list[tuple[Any, str, _Operator]] = []  # the namespace of torch.ops,
 
 def _serve_operators(namespace: Any, functions: dict[str, Any]) -> None:
     """Under those of the functions' names that no operator has."""
-    ours = torch.ops.flash_attn_cuda
     for name, function in functions.items():
         if not hasattr(namespace, name):
-            runs = ours.attention_backward if "backward" in name else ours.attention
+            runs = ops.attention_backward if "backward" in name else ops.attention
             _OPERATORS.append((namespace, name, _Operator(function, runs)))
             setattr(namespace, name, _OPERATORS[-1][-1])
 
@@ -144,15 +144,15 @@ _PROVIDED: dict[str, dict[str, Any]] = {
 }
 # Modules whose names are those of one of ours, its __all__.
 _SURFACES = {
-    "flash_attn_interface": "flash_attn_cuda.integrations.flash_attention_3",
-    "flash_attn.cute": "flash_attn_cuda.integrations.flash_attention_4",
-    "flash_attn.cute.block_sparsity": "flash_attn_cuda.integrations.flash_attention_4",
-    "flash_attn.cute.interface": "flash_attn_cuda.integrations.flash_attention_4",
-    "flash_mla": "flash_attn_cuda.integrations.flash_mla",
-    "flash_mla.flash_mla_interface": "flash_attn_cuda.integrations.flash_mla",
-    "ring_flash_attn": "flash_attn_cuda.integrations.ring_flash_attn",
-    "ring_flash_attn.adapters": "flash_attn_cuda.integrations.transformers_ring",
-    "ring_flash_attn.adapters.hf_adapter": "flash_attn_cuda.integrations.transformers_ring",
+    "flash_attn_interface": f"{__package__}.flash_attention_3",
+    "flash_attn.cute": f"{__package__}.flash_attention_4",
+    "flash_attn.cute.block_sparsity": f"{__package__}.flash_attention_4",
+    "flash_attn.cute.interface": f"{__package__}.flash_attention_4",
+    "flash_mla": f"{__package__}.flash_mla",
+    "flash_mla.flash_mla_interface": f"{__package__}.flash_mla",
+    "ring_flash_attn": f"{__package__}.ring_flash_attn",
+    "ring_flash_attn.adapters": f"{__package__}.transformers_ring",
+    "ring_flash_attn.adapters.hf_adapter": f"{__package__}.transformers_ring",
 }
 # What a module says of itself, beside its names.
 _VERSIONS = {"flash_attn.cute": "4.0.0b36"}  # of FlashAttention-4, whose interface this is

@@ -505,7 +505,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: ProcessGrou
 def _adapter(name: str) -> Function:
     """A function of the module that needs transformers."""
     try:
-        module = importlib.import_module("flash_attn_cuda.integrations.transformers_ring")
+        module = importlib.import_module(".transformers_ring", __package__)
     except ImportError as error:
         raise ImportError(
             f"{name}: needs Hugging Face transformers, `pip install -U transformers`: {error}"

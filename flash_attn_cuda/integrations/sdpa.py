@@ -21,7 +21,7 @@ import torch
 
 from ..installed import build_info
 
-NAME = "flash_attn_cuda"  # in torch's registry
+NAME = build_info.PACKAGE  # in torch's registry
 
 
 class Activation:

@@ -278,7 +278,7 @@ class BlockSparsity:
         return plot_pieces(pieces, self.seqlen_q, self.seqlen_k, title, ax)
 
 
-BlockSparsity.__module__ = "flash_attn_cuda"  # where pickles look for it
+BlockSparsity.__module__ = __name__.partition(".")[0]  # where pickles look for it
 
 
 def sparsity_of_pieces(

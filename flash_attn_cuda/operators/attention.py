@@ -37,17 +37,18 @@ from ..call.fields import (
     forms_of_results,
 )
 from ..cpu.calls import backward_on_cpu, forward_on_cpu
+from ..installed.build_info import PACKAGE
 from .support import (
     RANDOM,
     arguments_of,
     call_extension,
     define,
     draw_rng_state,
+    ops,
     schema_of,
     without_dispatcher,
 )
 
-_ops = torch.ops.flash_attn_cuda
 # Of the operator that returns gradients; softmax_d is the other one's.
 GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
 
@@ -147,7 +148,7 @@ _quantized_append_op = define(
 
 
 @torch.library.custom_op(
-    "flash_attn_cuda::missing_gradient",
+    f"{PACKAGE}::missing_gradient",
     mutates_args=(),
     schema="(Tensor gradient, SymInt[] sizes, ScalarType dtype, str reason) -> Tensor",
 )
@@ -258,6 +259,6 @@ _backward_op = define(
 
 def run_backward_operator(call: AttentionCall, incoming: Incoming) -> Tensor:
     """Writes dq, dk and dv where they are given, or adds to them; returns softmax_d."""
-    return _ops.attention_backward(
+    return ops.attention_backward(
         *arguments_of(call, OF_BACKWARD), *arguments_of(incoming, INCOMING_AND_TARGETS)
     )

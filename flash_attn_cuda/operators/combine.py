@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..call.tensors import check_like, check_may_be_written, check_tensor
 from ..cpu import combine
-from .support import Tensors2, call_extension, define
+from .support import Tensors2, call_extension, define, ops
 
-_ops = torch.ops.flash_attn_cuda
 COMBINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -118,9 +117,9 @@ def run_combine(
     out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
 ) -> Tensors2:
     """(out, softmax_lse)."""
-    return _ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
+    return ops._flash_attn_combine(out_partial, lse_partial, out_dtype)
 
 
 def run_combine_out(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     """softmax_lse; writes out."""
-    return _ops._flash_attn_combine_out(out_partial, lse_partial, out)
+    return ops._flash_attn_combine_out(out_partial, lse_partial, out)

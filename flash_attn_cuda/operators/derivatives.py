@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..call.checks import check_gradients, missing_backward
@@ -58,7 +57,7 @@ from .second_order import (
     jvp_on_cuda,
     jvp_op,
 )
-from .support import Tensors3, arguments_of
+from .support import Tensors3, arguments_of, ops
 from .transforms import (
     Formulas,
     Named,
@@ -69,7 +68,6 @@ from .transforms import (
     wants_functions,
 )
 
-_ops = torch.ops.flash_attn_cuda
 _GRADIENT_ARGUMENTS = (*OF_BACKWARD, *INCOMING)
 _THIRD = (
     "flash_attn_cuda does not implement third derivatives of attention: what double backward or a "
@@ -82,9 +80,9 @@ _THIRD = (
 def run_operator(call: AttentionCall) -> Results:
     """By the operator that the call is for."""
     if call.k_new is not None and call.quantizes_tokens:
-        return Results(*_ops.attention_with_quantized_append(*arguments_of(call, FIELDS)))
+        return Results(*ops.attention_with_quantized_append(*arguments_of(call, FIELDS)))
     if call.k_new is not None:
-        return Results(*_ops.attention_with_append(*arguments_of(call, FIELDS)))
+        return Results(*ops.attention_with_append(*arguments_of(call, FIELDS)))
     return Results(*_attention(*arguments_of(call, READ)))
 
 
@@ -195,7 +193,7 @@ def _missing_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """
     if is_functorch_active():
         raise NotImplementedError(ctx.refusal)
-    op, missing = _ops.missing_gradient, ctx.missing
+    op, missing = ops.missing_gradient, ctx.missing
     return tuple(op(gradient, *missing[x], ctx.refusal) if x in missing else None for x in READ)
 
 
@@ -209,7 +207,7 @@ def _attention_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
 
 attention_op.register_autograd(_attention_backward, setup_context=_save_attention)
 _attention = for_transforms(
-    _ops.attention,
+    ops.attention,
     attention_on_cuda,
     Formulas(READ, _keep_attention, _save_attention, _attention_backward, _attention_jvp),
 )
@@ -265,7 +263,7 @@ def _gradients_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
 
 gradients_op.register_autograd(_gradients_backward, setup_context=_save_gradients)
 _gradients = for_transforms(
-    _ops.attention_gradients,
+    ops.attention_gradients,
     gradients_on_cuda,
     Formulas(
         _GRADIENT_ARGUMENTS, _keep_gradients, _save_gradients, _gradients_backward, _gradients_jvp
@@ -320,7 +318,7 @@ def _jvp_jvp(given: Named, moved: Named) -> tuple[Any, ...]:
 
 jvp_op.register_autograd(_jvp_backward, setup_context=_save_jvp)
 _jvp = for_transforms(
-    _ops.attention_jvp,
+    ops.attention_jvp,
     jvp_on_cuda,
     Formulas(JVP_ARGUMENTS, _keep_jvp, _save_jvp, _jvp_backward, _jvp_jvp),
 )
@@ -339,7 +337,7 @@ def _no_third_derivative(*_: Any) -> Any:
 
 hvp_op.register_autograd(_no_third_derivative)
 _hvp = for_transforms(
-    _ops.attention_hvp,
+    ops.attention_hvp,
     hvp_on_cuda,
     Formulas(
         HVP_ARGUMENTS, _keep_gradients, _save_nothing, _no_third_derivative, _no_third_derivative

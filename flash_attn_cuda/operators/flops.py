@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ..call.fields import DIRECTIONS, FIELDS, OF_BACKWARD, READ, AttentionCall
 from .second_order import HVP_ARGUMENTS, JVP_ARGUMENTS
+from .support import ops
 
-_ops = torch.ops.flash_attn_cuda
 Products = Callable[[dict[str, Any]], tuple[int, int]]  # over columns of keys, and of values
 
 
@@ -66,13 +65,13 @@ def _of_hvp(given: dict[str, Any]) -> tuple[int, int]:
 
 
 _FORMULAS: tuple[tuple[Any, Sequence[str], Products], ...] = (
-    (_ops.attention, READ, _of_forward),
-    (_ops.attention_with_append, FIELDS, _of_forward),
-    (_ops.attention_with_quantized_append, FIELDS, _of_forward),
-    (_ops.attention_gradients, OF_BACKWARD, _of_backward),
-    (_ops.attention_backward, OF_BACKWARD, _of_backward),
-    (_ops.attention_jvp, JVP_ARGUMENTS, _of_jvp),
-    (_ops.attention_hvp, HVP_ARGUMENTS, _of_hvp),
+    (ops.attention, READ, _of_forward),
+    (ops.attention_with_append, FIELDS, _of_forward),
+    (ops.attention_with_quantized_append, FIELDS, _of_forward),
+    (ops.attention_gradients, OF_BACKWARD, _of_backward),
+    (ops.attention_backward, OF_BACKWARD, _of_backward),
+    (ops.attention_jvp, JVP_ARGUMENTS, _of_jvp),
+    (ops.attention_hvp, HVP_ARGUMENTS, _of_hvp),
 )
 
 

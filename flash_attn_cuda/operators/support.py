@@ -18,6 +18,9 @@ from torch._C import _functorch
 
 from ..call.functorch import is_functorch_active, is_mapped, is_watched
 from ..installed import build_info
+from ..installed.build_info import PACKAGE
+
+ops: Any = getattr(torch.ops, PACKAGE)
 
 Tensors2 = tuple[Tensor, Tensor]
 Tensors3 = tuple[Tensor, Tensor, Tensor]
@@ -52,7 +55,7 @@ def define(
     mutated: Sequence[str] = (),
     **settings: Any,
 ) -> Any:
-    """The operator flash_attn_cuda::name. `check` makes of its arguments what the implementations
+    """The operator `name` of the package. `check` makes of its arguments what the implementations
     take, of which `fake` is a compiler's; `mutated` names the arguments that it writes into.
     """
 
@@ -64,7 +67,7 @@ def define(
         return implementation
 
     op = torch.library.custom_op(
-        f"flash_attn_cuda::{name}",
+        f"{PACKAGE}::{name}",
         checked(cpu),
         mutates_args=mutated,
         device_types="cpu",
