@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from build_tools import build_kernels
-from build_tools.compile import ninja_build, toolchain, torch_versions
+from build_tools.compile import archs, ninja_build, toolchain, torch_versions
 from build_tools.compile.jobs import write_if_changed
 from build_tools.compile.toolchain import REPO, ToolchainError
 from build_tools.generate import call_rules, call_structs
@@ -88,10 +88,25 @@ def _torch_version() -> str:
     return str(torch.__version__)
 
 
+def _instead_of_nvcc() -> str:
+    """What would give kernels to a machine that has a GPU and a torch for it; else nothing."""
+    if not toolchain.make_torch_importable() or not archs.usable_capabilities():
+        return ""
+    torch = torch_versions.present_torch()
+    if torch.cuda is None:
+        return ""
+    major, python = torch.cuda.split(".")[0], f"cp3{sys.version_info[1]}"
+    version = f"{torch_versions.package_version()}+{torch.local_version}"
+    wheel = f"flash_attn_cuda-{version}-{python}-{python}-*.whl"
+    nvcc = "pip install '.[nvcc13]', then this again" if major == "13" else f"nvcc of CUDA {major}"
+    return f"; kernels for the GPU here come with {wheel}, or with {nvcc}"
+
+
 def _cuda_or_cpu() -> Choice:
     nvcc = toolchain.find_nvcc()
     if nvcc is None:
-        return Choice(Backend.cpu, f"there is no nvcc in {toolchain.NVCC_PLACES}")
+        reason = f"there is no nvcc in {toolchain.NVCC_PLACES}{_instead_of_nvcc()}"
+        return Choice(Backend.cpu, reason)
     version = _torch_version()
     import torch
 

@@ -94,6 +94,12 @@ def present_torch() -> TorchBuild:
     return TorchBuild(torch.__version__, torch.version.cuda)
 
 
+def package_version() -> str:
+    """That of flash_attn_cuda/__init__.py, read without an import, which needs torch."""
+    text = (REPO / "flash_attn_cuda/__init__.py").read_text()
+    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+
+
 def is_unpacked_sdist(tree: Path) -> bool:
     return (tree / "PKG-INFO").is_file()
 

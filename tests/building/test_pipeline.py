@@ -246,6 +246,24 @@ def test_the_backend_is_chosen_by_nvcc_and_torch(monkeypatch, asked, nvcc, cuda,
     assert ("CPU backend only" in line) is (choice.backend is Backend.cpu) and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("cuda", "words"),
+    [("13.0", "or with pip install '.[nvcc13]', then"), ("12.8", "or with nvcc of CUDA 12")],
+)
+def test_a_gpu_without_nvcc_is_told_what_gives_kernels(monkeypatch, cuda: str, words: str) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.delenv(build_extension.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    monkeypatch.setattr(archs, "usable_capabilities", lambda: [90])
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch, "__version__", "2.14.1")
+    reason = build_extension.choose_backend().reason
+    python = f"cp3{sys.version_info[1]}"
+    version = torch_versions.package_version()
+    wheel = f"{version}+torch2.14.cu{cuda.replace('.', '')}-{python}-{python}-*.whl"
+    assert f"flash_attn_cuda-{wheel}, {words}" in reason
+
+
 def test_the_extension_without_kernels(monkeypatch, tmp_path) -> None:
     """It needs headers of torch's CUDA, of nvcc or of pip's packages, and no nvcc."""
     torch = pytest.importorskip("torch")
