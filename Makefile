@@ -10,7 +10,7 @@ CORES := $(shell nproc)
 TEST_WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 GPU_TEST_WORKERS ?= 4
 
-.PHONY: demo test gpu-test sanitize kernels resource-report wheel lint format environment install-demo install-test lint-tools clean
+.PHONY: demo test gpu-test sanitize kernels resource-report wheel wheels hub release lint format environment install-demo install-test lint-tools release-tools clean
 
 demo: install-demo
 	"$(PYTHON)" examples/train_gpt.py $(DEMO_ARGS)
@@ -40,6 +40,10 @@ wheel: environment
 	rm -rf build/lib build/lib.* build/bdist.*
 	"$(PYTHON)" -m build --no-isolation --sdist --wheel
 
+# For other machines: build_tools/release/ says what they leave in dist/.
+wheels hub release: release-tools
+	"$(PYTHON)" -m build_tools.release $@
+
 lint: lint-tools
 	"$(PYTHON)" -m build_tools.lint
 
@@ -55,6 +59,9 @@ install-demo install-test: install-%: environment
 
 lint-tools: environment
 	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check -r build_tools/lint_requirements.txt
+
+release-tools: environment
+	"$(PYTHON)" -m pip install --quiet --disable-pip-version-check -r build_tools/release/requirements.txt
 
 clean:
 	rm -rf build flash_attn_cuda/_C.*.so flash_attn_cuda/_install.json *.egg-info

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 from build_tools.build_extension import BACKEND_VARIABLE
-from build_tools.compile import archs
+from build_tools.compile import archs, torch_versions
 from build_tools.compile.toolchain import REPO
 from build_tools.install import pip_install
 from build_tools.release import index, wheels
@@ -28,11 +28,17 @@ MAJOR = 1  # of the hub's versions, which are whole numbers
 LOCAL_VERSION = re.compile(r"\+torch(\d+)\.(\d+)\.(cu\d+)")
 CARD = Path(__file__).with_name("hub_card.md")
 SPEED = re.compile(r"<!-- generated: speed h200 -->\n(.*?)<!-- end -->", re.DOTALL)
+# The self-check of what kernels loads, as python -m flash_attn_cuda has it.
+CHECK = """
+import importlib, kernels, pathlib, sys
+kernel = kernels.get_local_kernel(pathlib.Path(sys.argv[1]), backend=sys.argv[2])
+sys.exit(importlib.import_module(f"{kernel.__name__}.__main__").main([], kernel.__name__))
+"""
 LICENCES = ("LICENSE", "THIRD_PARTY_NOTICES.md")
 
 
 def variant_of(version: str) -> str:
-    """``0.1.0+torch2.14.cu130`` to ``torch214-cxx11-cu130-x86_64-linux``, ``0.1.0`` to torch-cpu."""
+    """Such as torch214-cxx11-cu130-x86_64-linux of 0.1.0+torch2.14.cu130, torch-cpu of 0.1.0."""
     found = LOCAL_VERSION.search(version)
     if not found:
         return "torch-cpu"
@@ -80,15 +86,23 @@ def write_card(hub: Path = HUB) -> None:
     (hub / "README.md").write_text(CARD.read_text().replace("{speed}", speed[1].strip()))
 
 
+def check(hub: Path = HUB) -> None:
+    """Has kernels load the variants of this environment. Raises StepError where one fails."""
+    own = variant_of(f"+{torch_versions.present_torch().local_version}")
+    backends = ("cpu", "cuda") if (hub / "build" / own).is_dir() else ("cpu",)
+    for backend in backends:
+        wheels.run([sys.executable, "-c", CHECK, str(hub), backend], index.DIST)
+
+
 def _pure_wheel(folder: Path) -> Path:
     command = [*pip_install(sys.executable)[:3], "wheel", "--quiet", "--no-deps"]
     options = ["--no-build-isolation", "--wheel-dir", str(folder), "."]
-    wheels.run([*command, *options], **{BACKEND_VARIABLE: "cpu"})
+    wheels.run([*command, *options], REPO, {BACKEND_VARIABLE: "cpu"})
     return next(folder.glob("*.whl"))
 
 
 def write(hub: Path = HUB) -> None:
-    """The whole folder. Raises RuntimeError where there is no wheel to take it from."""
+    """The whole folder, checked. Raises RuntimeError where there is no wheel to take it from."""
     found = index.wheels_of()
     if not found:
         raise RuntimeError(f"{index.DIST}/simple has no wheels: make wheels")
@@ -103,16 +117,4 @@ def write(hub: Path = HUB) -> None:
             print(add(package, wheel.name.split("-")[1], code if has_code else [], hub))
             shutil.rmtree(package)
     write_card(hub)
-
-
-def main() -> int:
-    try:
-        write()
-        return 0
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    check(hub)

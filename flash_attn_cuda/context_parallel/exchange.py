@@ -22,8 +22,7 @@ from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from ..installed.build_info import PACKAGE
-from ..operators.support import ops
+from ..operators.support import PACKAGE, ops
 from .steps import Exchange, Rows
 
 # By its name of torch 2.14, which warns of the other.

@@ -27,7 +27,7 @@ from .. import __version__
 
 # flash_attn_cuda; another where a loader imports the folder by its path. Operators have it before
 # their names, so that two copies can be loaded.
-PACKAGE = __name__.partition(".")[0]
+PACKAGE: str = __name__.partition(".")[0]
 FOLDER = Path(__file__).parents[1]  # of the package, with the extension
 INSTALL_RECORD = FOLDER / "_install.json"  # by setup.py: what it chose and why
 EXTENSION = f"{PACKAGE}._C"

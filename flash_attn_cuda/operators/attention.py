@@ -37,8 +37,8 @@ from ..call.fields import (
     forms_of_results,
 )
 from ..cpu.calls import backward_on_cpu, forward_on_cpu
-from ..installed.build_info import PACKAGE
 from .support import (
+    PACKAGE,
     RANDOM,
     arguments_of,
     call_extension,
@@ -50,7 +50,7 @@ from .support import (
 )
 
 # Of the operator that returns gradients; softmax_d is the other one's.
-GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
+GRADIENTS: tuple[str, ...] = tuple(f"d{name}" for name in DIFFERENTIABLE)
 
 # -- forward -------------------------------------------------------------------------------------
 
@@ -118,14 +118,14 @@ def _empty(call: AttentionCall, names: Sequence[str]) -> dict[str, Any]:
 
 
 _FORWARD: dict[str, Any] = {"cpu": _on_cpu, "cuda": _on_cuda, "fake": _empty_results}
-attention_op = define(
+attention_op: Any = define(
     "attention",
     schema_of(Results._fields, (AttentionCall, READ)),
     check=_checked,
     **_FORWARD,
     **RANDOM,
 )
-attention_on_cuda = without_dispatcher(_checked, _made, _on_cuda)
+attention_on_cuda: Any = without_dispatcher(_checked, _made, _on_cuda)
 _append_op = define(
     "attention_with_append",
     schema_of(Results._fields, (AttentionCall, FIELDS), mutated=("k", "v")),
@@ -218,7 +218,7 @@ def _gradients_on_cuda(call: AttentionCall, incoming: Incoming) -> tuple[Tensor,
     return gradients_for_operator(call, _backward_on_cuda(call, incoming))
 
 
-gradients_op = define(
+gradients_op: Any = define(
     "attention_gradients",
     schema_of(GRADIENTS, (AttentionCall, OF_BACKWARD), (Incoming, INCOMING)),
     check=_checked_backward,
@@ -226,7 +226,7 @@ gradients_op = define(
     cuda=_gradients_on_cuda,
     fake=lambda call, incoming: gradients_for_operator(call, empty_gradients(call, incoming)),
 )
-gradients_on_cuda = without_dispatcher(_checked_backward, _made_backward, _gradients_on_cuda)
+gradients_on_cuda: Any = without_dispatcher(_checked_backward, _made_backward, _gradients_on_cuda)
 
 
 def _written_on_cpu(call: AttentionCall, incoming: Incoming) -> Tensor | None:
