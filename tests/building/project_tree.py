@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,3 +100,18 @@ def cutlass_headers(folder: Path, version: str = "4.2.0") -> Path:
     text = "".join(f"#define CUTLASS_{part} {number}\n" for part, number in parts)
     (folder / "cutlass/version.h").write_text(text)
     return folder
+
+
+def empty_wheel(folder: Path, name: str) -> Path:
+    """A wheel of this name and version that has metadata alone."""
+    path = folder / f"{name}-py3-none-any.whl"
+    distribution, version = name.split("-")
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(f"{name}.dist-info/{file}", text)
+    return path
