@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -59,7 +58,6 @@ def release() -> None:
     make_sdist()
     hub.write()
     (index.DIST / "NOTES.md").write_text(notes)
-    shutil.copy2(REPO / "LICENSE", index.DIST)
     print(index.write_sums())
 
 
