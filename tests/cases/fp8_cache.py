@@ -37,7 +37,9 @@ class Fp8Inputs:
     scales: dict[str, Any]  # q_descale, if q is of e4m3, k_descale, v_descale
 
     def arguments(self) -> dict[str, Any]:
-        return {**self.cache.arguments(), **self.scales}
+        arguments = {**self.cache.arguments(), **self.scales}
+        del arguments["qv"]  # such caches have none
+        return arguments
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
 
 HEADS = ((1, 1), (3, 3), (8, 8), (4, 2), (6, 2), (9, 3), (8, 1), (16, 1), (32, 2), (40, 1))
+HEADS_OF_LATENT = ((1, 1), (8, 1), (12, 1), (16, 1), (17, 1), (40, 1), (64, 1), (128, 1), (32, 2))
 HEADS_OF_LARGE = ((8, 8), (12, 4), (16, 4), (32, 32))
 DTYPES = (torch.bfloat16, torch.float16)
 PAGE_SIZES = (None, 1, 7, 16, 64, 100, 256)
@@ -219,11 +220,23 @@ def packed(draw: Draw) -> MaskedCase:
 
 
 def cache(draw: Draw) -> RandomCall:
-    return CacheCall(_over_cache(draw), _splits(draw))
+    return CacheCall(_over_cache(draw, draw.head_dims()), _splits(draw))
+
+
+def latent_cache(draw: Draw) -> RandomCall:
+    """Head dims that the rows of latent attention are for, and others."""
+    latent = draw.rng.choice((512, 512, 256, draw.rng.randrange(8, 513, 8)))
+    rope = draw.rng.choice((64, 64, 32, draw.rng.randrange(8, 65, 8)))
+    case = _over_cache(draw, {"head_dim": rope, "head_dim_v": latent})
+    heads = draw.rng.choice(HEADS_OF_LATENT)
+    scale = draw.rng.choice((192**-0.5, 192**-0.5, 0.3, 0.0, -0.1))
+    of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": scale, "alibi": None}
+    of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
+    return CacheCall(replace(case, **of_latent, **of_heads), _splits(draw))
 
 
 def fp8_cache(draw: Draw) -> RandomCall:
-    case = _over_cache(draw, step=16)
+    case = _over_cache(draw, draw.head_dims(step=16))
     forms = [draw.rng.choice(SCALE_FORMS)] * 2
     if draw.chance(0.4):
         forms[1] = draw.rng.choice(SCALE_FORMS)
@@ -245,8 +258,7 @@ def _splits(draw: Draw) -> int:
     return draw.rng.choice((0, 0, 0, 1, 2, 5, 17))
 
 
-def _over_cache(draw: Draw, step: int = 1) -> KvCacheCase:
-    """Head dims are multiples of `step`."""
+def _over_cache(draw: Draw, head_dims: dict[str, Any]) -> KvCacheCase:
     batch = draw.rng.randint(1, 6)
     capacity = max(1, draw.length(3000))
     most_new = min(capacity, 200)
@@ -270,7 +282,6 @@ def _over_cache(draw: Draw, step: int = 1) -> KvCacheCase:
     if draw.chance(0.15):
         fields["sink"] = torch.float32
     features = draw.features(with_dropout=False)
-    head_dims = draw.head_dims(step=step)
     last = max(cached) + max(queries if isinstance(queries, tuple) else (queries,))
     if (
         new is not None
@@ -309,7 +320,7 @@ def derivatives(draw: Draw) -> RandomCall:
 
 
 KINDS: dict[str, Callable[[Draw], RandomCall]] = {
-    f.__name__: f for f in (dense, packed, cache, fp8_cache, derivatives)
+    f.__name__: f for f in (dense, packed, cache, latent_cache, fp8_cache, derivatives)
 }
 
 

@@ -20,6 +20,7 @@ from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase
 from tests.cases.bands import BandCase
 from tests.cases.fp8_cache import Fp8Case
 from tests.cases.harness import ON_CPU, Case
+from tests.cases.latent import LATENT
 from tests.cases.masked import (
     MaskedCase,
     RandomBias,
@@ -310,6 +311,20 @@ def odd_cases() -> Iterator[Case]:
     yield replace(cache, seqlens_q=(3, 0, 70), seqlens_new=(1, 0, 20), page_size=7, causal=True)
     yield replace(cache, batch_idx=(3, 0, 2), entries=5, leftpad=(90, 0, 1))
     yield replace(cache, cached=(192, 192), seqlens_new=None, num_heads_q=40, num_heads_k=1)
+
+
+def latent_cases() -> Iterator[KvCacheCase]:
+    """Of every row of absorbed latent attention: CTAs that share keys and that do not, boxes of pages
+    and of heads of each size, and what TMA cannot load.
+    """
+    base = KvCacheCase(cached=(1900, 0, 37), capacity=2048, causal=True, **LATENT)
+    yield replace(base, num_heads_q=16, page_size=64)
+    yield replace(base, num_heads_q=17, page_size=16, seqlens_q=(3, 0, 2), softcap=5.0)
+    yield replace(base, num_heads_q=12, head_dim_v=256, window=(100, 3), sink=torch.float32)
+    yield replace(base, num_heads_q=64, head_dim_v=256, head_dim=32, page_size=48)
+    append: dict[str, Any] = {"seqlens_q": 2, "seqlens_new": 2, "rotary_dim": 32}
+    yield replace(base, num_heads_q=128, dtype=torch.float16, page_size=256, **append)
+    yield replace(base, num_heads_q=8, cached=(200, 0, 37), page_size=1, leftpad=(10, 0, 37))
 
 
 def derivative_cases(device: str) -> Iterator[DerivativeCase]:

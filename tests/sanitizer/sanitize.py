@@ -406,6 +406,8 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
     """most_heads: of queries in calls of many tiles; given, those of derivatives have one."""
     for case in (*cases.row_cases(), *cases.odd_cases()):
         yield call_of("", run_case, case)
+    for case in cases.latent_cases():
+        yield call_of("latent: ", run_case, case)
     for case in cases.spare_row_cases():
         yield call_of("spare rows: ", run_spare_rows, case)
     for case in cases.part_cases():

@@ -68,7 +68,7 @@ RUNS = (
         "sm80",
         SM80_ALONE,
         ("--most-heads", "2", "--without", "derivatives"),
-        kernels_without="hd512_windowed_decode",
+        kernels_without="512_windowed_decode",
     ),
     Run(
         "racecheck",
