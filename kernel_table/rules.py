@@ -168,7 +168,7 @@ def _sm90_latent(row: Any) -> Rules:
     pairs = row.value_dim // 128
     yield (
         row.value_dim % 128 == 0 and pairs % (row.num_warps // 4) == 0,
-        ("a warpgroup has pairs of pieces of 64 columns"),
+        "a warpgroup has pairs of pieces of 64 columns",
     )
     yield row.stages_kv > row.value_dim // 64, "a block is there as a whole when its P is made"
     if row.num_warps > 4:

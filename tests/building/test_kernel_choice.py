@@ -11,11 +11,11 @@ from kernel_table.row import BackwardRow, Dtype, Family, Feature, ForwardRow, Ki
 from tests.building.kernel_rows import least_keys, most_seqlen
 
 SM90_ROWS = [row for row in ALL_ROWS if row.family is Family.sm90]
-# Without the tall tiles, a kind that only some calls ask for.
+# Without the kinds that only some calls ask for.
 BF16_ROWS = [
     row
     for row in SM90_ROWS
-    if row.dtype is Dtype.bf16 and getattr(row, "kind", None) is not Kind.tall
+    if row.dtype is Dtype.bf16 and getattr(row, "kind", Kind.tiles) is Kind.tiles
 ]
 SOFTCAP, ALIBI, DROPOUT = Feature.softcap, Feature.alibi, Feature.dropout
 PLAIN, MODIFIERS = Feature(0), SOFTCAP | ALIBI
@@ -160,7 +160,7 @@ def test_narrow_values_run_the_narrowest_row_that_holds_both(head_dim, value_dim
 
 
 def test_rows_of_narrow_values_say_so_and_are_of_sm90() -> None:
-    narrow = [row for row in ALL_ROWS if row.head_dim_v is not None]
+    narrow = [row for row in ALL_ROWS if row.head_dim_v is not None and not row.is_latent]
     assert {row.kernel_pass for row in narrow} == set(Pass)
     for row in narrow:
         assert row.family is Family.sm90 and row.value_dim < row.head_dim
@@ -171,5 +171,18 @@ def test_rows_of_narrow_values_say_so_and_are_of_sm90() -> None:
 
 def test_tiles_are_tall_where_their_kind_says_so() -> None:
     for row in SM90_ROWS:
-        if isinstance(row, ForwardRow):
+        if isinstance(row, ForwardRow) and not row.is_latent:
             assert row.kind is (Kind.tall if row.block_m == 256 else Kind.tiles)
+
+
+def test_latent_rows_are_told_apart_by_the_rows_of_a_sequence() -> None:
+    """The first that has them all runs. The decode rows serve what TMA cannot load, and GPUs by
+    their shared memory.
+    """
+    latent = [row for row in FORWARD_ROWS if row.is_latent and row.dtype is Dtype.bf16]
+    assert all(row.head_dim == 64 and "latent" in row.config()["features"].name for row in latent)
+    of_sm90 = [(row.value_dim, row.block_m) for row in latent if row.kind is Kind.latent]
+    assert of_sm90 == [(columns, rows) for columns in (256, 512) for rows in (16, 32, 64)]
+    decoding = [(row.value_dim, row.variant) for row in latent if row.kind is Kind.decode]
+    assert decoding == [(512, "decode_latent"), (512, "decode_latent_smem99k")]
+    assert len(latent) == len(of_sm90) + len(decoding)

@@ -109,9 +109,10 @@ def test_features_are_those_of_the_list() -> None:
     bits = re.findall(r"^FEATURE\((\w+), (\d+)\)", text, flags=re.MULTILINE)
     assert {name: 1 << int(bit) for name, bit in bits} == {f.name: f.value for f in Feature}
     assert [int(bit) for _, bit in bits] == list(range(len(Feature)))
+    kinds = {kind.value for kind in Kind}  # one of which shares a feature's name
     for text in (CONFIG, (REPO / "csrc/host/names.h").read_text()):
         assert '#include "flash_attn/feature_list.h"' in text
-        for feature in Feature:
+        for feature in (feature for feature in Feature if feature.name not in kinds):
             assert f"{feature.name} =" not in text and f'"{feature.name}"' not in text
 
 
@@ -156,7 +157,7 @@ def _group(row: KernelRow) -> tuple:
     """What a request and the device fix: rows of other groups never compete with this one, or, as
     those for lists and a bias, only where no other runs.
     """
-    fixed = row.features & (MASKS | Feature.tangent)
+    fixed = row.features & (MASKS | Feature.tangent | Feature.latent)
     return row.kernel_pass, row.family, row.dtype, _kind(row), fixed
 
 
@@ -174,7 +175,8 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     """So that a call without features never runs the slower kernel. In the sm80 backward of the
     same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
     their family runs on, and masked rows come behind plain ones that need less. A derivative in a
-    direction without features has no other kernel: one for all of them is compiled.
+    direction without features has no other kernel: one for all of them is compiled. So it is with
+    latent attention.
     """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
     served = (
@@ -189,7 +191,9 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
         return {name: config[name] for name in served if name in config} if is_any else config
 
     for position, row in enumerate(rows):
-        if _kind(row) is Kind.decode or not row.features & ~free or _has_tangents(row):
+        if _kind(row) in (Kind.decode, Kind.latent):
+            continue
+        if not row.features & ~free or _has_tangents(row):
             continue
         if row.family is Family.sm80 and row.columns_per_cta > 0:
             continue  # of wide heads one row serves plain calls and others, to compile less
@@ -207,7 +211,8 @@ def test_every_row_can_run_something_of_its_own() -> None:
     """A row that an earlier one covers whatever the request would never be chosen.
 
     Shared memory is not in the table: rows that differ in it have a variant that says so. Rows of
-    another family are there for GPUs and tensors that it does not suit.
+    another family are there for GPUs and tensors that it does not suit. A latent row is for so many
+    rows of a sequence, or fewer.
     """
     for position, row in enumerate(ALL_ROWS):
         if "smem" in row.variant:
@@ -221,6 +226,7 @@ def test_every_row_can_run_something_of_its_own() -> None:
                 and all(map(operator.ge, least_keys(row), least_keys(earlier)))
                 and (earlier.mask is Mask.windowed or row.mask is Mask.full)
                 and row.features in earlier.features
+                and (_kind(row) is not Kind.latent or earlier.block_m >= row.block_m)
             )
             assert not covers, (earlier.name, row.name)
 
@@ -231,6 +237,10 @@ SM80_FORWARD_ROW, DECODE_ROW, SM90_FORWARD_ROW, SM80_BACKWARD_ROW, SM90_BACKWARD
         *(Kernel.sm80_forward, Kernel.sm80_decode, Kernel.sm90_forward),
         *(Kernel.sm80_backward, Kernel.sm90_backward),
     )
+)
+LATENT_ROW, DECODE_LATENT_ROW = (
+    next(row for row in FORWARD_ROWS if row.is_latent and row.kernel is kernel)
+    for kernel in (Kernel.sm90_latent, Kernel.sm80_decode)
 )
 SEPARATE_ROW = next(row for row in BACKWARD_ROWS if row.value_registers == 224)
 SM80_JVP_ROW, SM80_HVP_ROW, SM90_JVP_ROW = (
@@ -305,8 +315,16 @@ def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rul
         (
             SM80_FORWARD_ROW,
             {"stages_kv": 2},
-            "stages_kv is of sm90 forward and sm90 wide_forward and sm90 jvp and sm80 decode",
+            "stages_kv is of sm90 forward and sm90 wide_forward and sm90 latent and sm90 jvp and "
+            "sm80 decode",
         ),
+        (DECODE_ROW, {"head_dim_v": 64}, "values have the head dim of keys"),
+        (DECODE_ROW, {"columns_per_warp": 32}, "one warp or two share a slice of keys"),
+        (DECODE_LATENT_ROW, {"head_dim": 32}, "a warp has whole 32 columns of keys"),
+        (DECODE_LATENT_ROW, {"shares_queries": False}, "registers hold no qv beside O"),
+        (DECODE_LATENT_ROW, {"features": DECODE_ROW.features}, "values have the head dim of keys"),
+        (LATENT_ROW, {"features": Feature.softcap}, "scores have qv v^T"),
+        (LATENT_ROW, {"block_m": 24}, "rows are the columns of a product"),
         (DECODE_ROW, {"keeps_pointers": True}, "keeps_pointers is of sm80 forward"),
         (SM90_FORWARD_ROW, {"shares_queries": True}, "shares_queries is of sm80 decode"),
         (SM90_FORWARD_ROW, {"producer_registers": None}, "must give producer_registers"),

@@ -116,6 +116,29 @@ inline ForwardInstance sm90_instance(const char* name, int head_dim, int block_m
   return instance;
 }
 
+// Rows of absorbed latent attention: of wgmma kernels for so many rows of a sequence, and of the
+// decode kernel, in which two warps share the columns.
+inline constexpr FeatureSet latent_features = feature::latent | feature::softcap |
+                                              feature::paged_kv | feature::split_kv |
+                                              feature::packed_gqa;
+inline ForwardInstance latent_instance(const char* name, int rows) {
+  ForwardInstance instance = sm90_instance(name, 64, rows, 0, latent_features);
+  instance.config.head_dim_v = 512;
+  instance.config.kind = ForwardKind::latent;
+  instance.config.block_n = 64;
+  instance.config.num_warps = rows == 64 ? 8 : 4;
+  return instance;
+}
+inline ForwardInstance decode_latent_instance(const char* name, int num_warps, int smem_kib) {
+  ForwardInstance instance = decode_instance(name, 64);
+  instance.config.head_dim_v = 512;
+  instance.config.num_warps = num_warps;
+  instance.config.columns_per_warp = 256;
+  instance.config.features = latent_features;
+  instance.smem_bytes = smem_kib * 1024;
+  return instance;
+}
+
 inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKind mask,
                                           int block_m = 64, int block_n = 128,
                                           FeatureSet features = feature::deterministic) {
@@ -199,6 +222,8 @@ inline std::vector<ForwardInstance> complete_forward_rows() {
       features_instance("hd128_cache", 128, cache_features),
       decode_instance("hd64_decode", 64),
       decode_instance("hd128_decode", 128),
+      decode_latent_instance("hd64_dv512_decode_latent", 4, 136),
+      decode_latent_instance("hd64_dv512_decode_latent_smem99k", 2, 95),
       features_instance("hd64_masked", 64, masked_features),
       features_instance("hd128_masked", 128, masked_features),
       jvp_instance("hd128_tangent", 128),
@@ -235,6 +260,9 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
                       feature::softcap | feature::alibi | feature::paged_kv | feature::split_kv),
         e4m3_instance(
             sm90_instance("sm90_hd128_e4m3", 128, 128, 0, feature::paged_kv | feature::split_kv)),
+        latent_instance("sm90_hd64_dv512_rows16", 16),
+        latent_instance("sm90_hd64_dv512_rows32", 32),
+        latent_instance("sm90_hd64_dv512_rows64", 64),
     };
     const std::vector<ForwardInstance> others = complete_forward_rows();
     rows.insert(rows.end(), others.begin(), others.end());

@@ -43,6 +43,7 @@ CUDA_PROGRAMS = {
     "test_tensor_map": ("tensor_map",),
     "test_plan_forward": PLAN_FORWARD,
     "test_plan_decode": PLAN_FORWARD,
+    "test_plan_latent": PLAN_BOTH,
     "test_plan_packed": PLAN_BOTH,
     "test_plan_backward": PLAN_BACKWARD,
     "test_plan_backward_sm90": PLAN_BOTH,

@@ -7,6 +7,8 @@
 // the end. Of wide heads two warps share a slice, and each loads half of its columns: they add up S
 // and have half of O each. With splits several CTAs share a tile's keys as well, and leave O and
 // LSE in fp32; the last of them combines them.
+//
+// Latent rows have S = Q K^T + QV V^T. A slice of V lies once in shared memory, for both products.
 #pragma once
 
 #include "shared/kernel_order.h"
@@ -48,9 +50,9 @@ struct RowPositions {
   }
 };
 
-// q or qv, from column_begin on, straight into the fragments of the product: 16 rows are too few to
-// be worth shared memory. Rows that do not attend and columns beyond `columns` of the tensor are
-// zeros. Columns lie as the keys' do.
+// Q or QV straight into the fragments of the product: 16 rows are too few to be worth shared
+// memory. Of `columns` it takes those from column_begin on. Rows that do not attend and columns
+// that do not exist are zeros. Columns lie as the keys' do.
 template <class Traits, class Fragment, class Coords>
 CUTE_DEVICE void load_queries(DecodeArguments const& args, TensorView const& view, int columns,
                               Sequence const& sequence,
@@ -58,16 +60,15 @@ CUTE_DEVICE void load_queries(DecodeArguments const& args, TensorView const& vie
                               Coords const& coords, Fragment& fragment) {
   using Element = typename Traits::Element;
   constexpr std::uint32_t two_signs = 0x8000'8000;
-  const int head_dim = columns - column_begin;
+  const int own_columns = columns - column_begin;
   const std::uint16_t* sources[Traits::rows_per_thread];
   CUTE_UNROLL
   for (int i = 0; i < Traits::rows_per_thread; ++i) {
     const bool attends = rows[i].query < sequence.seqlen_q;
-    sources[i] =
-        attends ? row_pointer<const std::uint16_t>(view, sequence.batch_q, rows[i].head,
-                                                   sequence.row_q + rows[i].query) +
-                      column_begin
-                : nullptr;
+    sources[i] = attends ? row_pointer<const std::uint16_t>(view, sequence.batch_q, rows[i].head,
+                                                            sequence.row_q + rows[i].query) +
+                               column_begin
+                         : nullptr;
   }
   auto* pairs = reinterpret_cast<std::uint32_t*>(fragment.data());
   static_assert(Traits::rows_per_thread == 2, "pairs of elements alternate between two rows");
@@ -79,16 +80,17 @@ CUTE_DEVICE void load_queries(DecodeArguments const& args, TensorView const& vie
     CUTE_UNROLL
     for (int i = 0; i < size(fragment) / 2; ++i) {
       const int column = column_at(2 * i);
-      const bool exists = sources[i % 2] != nullptr && column < head_dim;
+      const bool exists = sources[i % 2] != nullptr && column < own_columns;
       pairs[i] = exists ? *reinterpret_cast<const std::uint32_t*>(sources[i % 2] + column) : 0u;
     }
   } else {
     CUTE_UNROLL
     for (int i = 0; i < size(fragment) / 2; ++i) {
       const int column = column_at(2 * i);
-      const bool exists = sources[i % 2] != nullptr && column < head_dim;
+      const bool exists = sources[i % 2] != nullptr && column < own_columns;
       const std::uint32_t low = exists ? sources[i % 2][column] : 0u;
-      const std::uint32_t high = exists && column + 1 < head_dim ? sources[i % 2][column + 1] : 0u;
+      const std::uint32_t high =
+          exists && column + 1 < own_columns ? sources[i % 2][column + 1] : 0u;
       pairs[i] = low | high << 16;
     }
   }
@@ -156,7 +158,7 @@ CUTE_DEVICE auto keys_of_slice(const typename Traits::Cached* data, int lane) {
   }
 }
 
-// V as keys of qv.
+// The B operand that V is of S.
 template <class Traits>
 CUTE_DEVICE auto latents_of_slice(const typename Traits::Cached* data, int lane) {
   return operand_b(LoadMatrix<typename Traits::Element>{}, typename Traits::Mma{},

@@ -65,8 +65,7 @@ class SliceLoader {
  private:
   using Bits = std::uint16_t;  // an element, unread
   static constexpr int atom_columns =
-      Traits::is_e4m3 ? Traits::CachedTile::atom_columns
-                      : Traits::piece;
+      Traits::is_e4m3 ? Traits::CachedTile::atom_columns : Traits::piece;
   static constexpr int chunk = sizeof(uint128_t) / sizeof(Cached);
   static constexpr int chunks_per_row = atom_columns / chunk;
   static constexpr int rows_per_pass = 32 / chunks_per_row;
@@ -203,8 +202,8 @@ class SliceLoader {
     for (int first = 0; first < slice; first += rows_in_flight) {
 #pragma unroll 1
       for (int column = lane; column < Traits::value_columns; column += 32) {
-        const bool has_k = Traits::key_columns == Traits::value_columns ||
-                           column < Traits::key_columns;
+        const bool has_k =
+            Traits::key_columns == Traits::value_columns || column < Traits::key_columns;
         Bits k_bits[rows_in_flight];
         Bits v_bits[rows_in_flight];
         CUTE_UNROLL
@@ -233,7 +232,7 @@ class SliceLoader {
   const int k_column;  // of the tensors, the warp's first
   const int v_column;
   const int lane;
-  const int lane_row;           // this lane's first vector of a tile
+  const int lane_row;  // this lane's first vector of a tile
   const int lane_column;
   const Cached* const k_begin;  // of the head, from the lane's vector on
   const Cached* const v_begin;

@@ -92,7 +92,8 @@ struct DecodeTraits {
     FoundSequence found;
     bool is_last;
     int next_item;
-    alignas(16) std::uint32_t queries[shares_queries ? block_m * query_columns * warps_per_group / 2 : 1];
+    alignas(16)
+        std::uint32_t queries[shares_queries ? block_m * query_columns * warps_per_group / 2 : 1];
     float query_units[is_e4m3 && shares_queries ? warps_per_group : 1];
     // What each warp of a group adds to S, of two slices alternately.
     alignas(16) float scores[warps_per_group > 1 ? 2 * num_warps * block_m * slice : 1];

@@ -1,0 +1,103 @@
+// Calls with a qv, of absorbed latent attention: their rows, which no other call has.
+#include "check.h"
+#include "planning.h"
+
+using namespace host_tests;
+
+namespace {
+
+// Queries of 4 sequences, with so many heads for the one of the cache.
+constexpr AttentionShape latent_call(int seqlen_q, int heads) {
+  return sizes(4, seqlen_q, 8192, heads, 1, 64, 512);
+}
+
+// Rotary columns behind latent ones, in a cache of both.
+ForwardParams with_latent_tensors(ForwardParams params) {
+  const AttentionShape& shape = params.shape;
+  params.q = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim);
+  params.qv = params.out = contiguous_view(shape.seqlen_q, shape.num_heads_q, shape.head_dim_v);
+  params.k = params.v =
+      contiguous_view(shape.seqlen_k, shape.num_heads_k, shape.head_dim + shape.head_dim_v);
+  return params;
+}
+
+template <class Change>
+ForwardPlan planned(const AttentionShape& shape, Change change, const DeviceInfo& device = h200) {
+  ForwardParams params = with_latent_tensors(call<ForwardParams>(shape));
+  change(params);
+  return plan(params, device);
+}
+
+template <class Change>
+std::string row(const AttentionShape& shape, Change change, const DeviceInfo& device = h200) {
+  return planned(shape, change, device).instance->name;
+}
+
+auto pages(int page_size) {
+  return [=](ForwardParams& params) {
+    params.paged.block_table = &some_int;
+    params.paged.page_size = page_size;
+    params.paged.num_pages = 1024;
+  };
+}
+
+const std::string decode_row = "hd64_dv512_decode_latent";
+
+}  // namespace
+
+TEST(hopper_gpus_have_latent_rows_by_the_rows_of_a_sequence) {
+  CHECK_EQ(row(latent_call(1, 16), nothing), "sm90_hd64_dv512_rows16");
+  CHECK_EQ(row(latent_call(1, 17), nothing), "sm90_hd64_dv512_rows32");
+  CHECK_EQ(row(latent_call(2, 16), nothing), "sm90_hd64_dv512_rows32");
+  CHECK_EQ(row(latent_call(1, 128), nothing), "sm90_hd64_dv512_rows64");
+  CHECK_EQ(row(latent_call(1, 16), pages(64)), "sm90_hd64_dv512_rows16");
+  CHECK_EQ(row(latent_call(1, 16), softcap), "sm90_hd64_dv512_rows16");
+}
+
+TEST(what_tma_cannot_load_decodes) {
+  const AttentionShape shape = latent_call(1, 16);
+  CHECK_EQ(row(shape, pages(1)), decode_row);
+  CHECK_EQ(row(shape, pages(20)), decode_row);
+  const auto padded = [](ForwardParams& params) { params.sequences.leftpad_k = &some_int; };
+  CHECK_EQ(row(shape, both(pages(64), padded)), decode_row);
+  const auto with_odd_rows = [](TensorView ForwardParams::* view) {
+    return [=](ForwardParams& params) { (params.*view).row_stride += 1; };
+  };
+  for (const auto view :
+       {&ForwardParams::q, &ForwardParams::k, &ForwardParams::v, &ForwardParams::qv}) {
+    const ForwardPlan plan = planned(latent_call(2, 16), with_odd_rows(view));
+    CHECK_EQ(std::string(plan.instance->name), decode_row);
+    CHECK(!plan.has_vector_rows);
+  }
+}
+
+TEST(other_gpus_decode_by_their_shared_memory) {
+  for (const int heads : {1, 16, 128}) {
+    CHECK_EQ(row(latent_call(1, heads), nothing, a100), decode_row);
+    CHECK_EQ(row(latent_call(1, heads), nothing, rtx4090), decode_row + "_smem99k");
+  }
+}
+
+TEST(partial_results_have_the_latent_columns_and_pairs_of_warps_their_own_keys) {
+  const auto in_parts = [](int num_splits) {
+    return both(pages(1), [=](ForwardParams& params) { params.split.num_splits = num_splits; });
+  };
+  const AttentionShape shape = latent_call(1, 16);
+  const ForwardPlan plan = planned(shape, in_parts(7));
+  CHECK_EQ(plan.num_splits, 7);
+  CHECK(plan.workspace_bytes >= sizeof(float) * 4 * 16 * 7 * (512 + 1));
+  CHECK_EQ(planned(shape, in_parts(100000)).num_splits, 8192 / (2 * 16));
+}
+
+TEST(calls_without_a_qv_have_no_latent_row) {
+  const auto without = [](ForwardParams& params) { params.qv.data = nullptr; };
+  const AttentionShape narrow = sizes(4, 1, 8192, 16, 1, 64, 64);
+  const InstanceList<ForwardInstance> latent_rows(
+      {latent_instance("sm90", 16), decode_latent_instance("sm80", 4, 136)});
+  for (const AttentionShape& shape : {narrow, latent_call(1, 16)}) {
+    ForwardParams params = with_latent_tensors(call<ForwardParams>(shape));
+    without(params);
+    CHECK_ERROR(plan_forward(params, h200, latent_rows), "no compiled");
+  }
+  CHECK_EQ(row(narrow, both(without, pages(1))), "hd64_decode");
+}
