@@ -244,6 +244,20 @@ def decode_cell(group: str, card: str) -> str:
     return f"{three_digits(time)}/{ours:.2f}/{shares}"
 
 
+LATENT = {
+    "us": lambda row: three_digits(row["microseconds"]),
+    "TB/s": lambda row: f"{row['terabytes_per_second']:.2f}",
+    "TFLOP/s": lambda row: f"{row['tflops']:.0f}",
+    "/ FlashAttention-3": lambda row: f"{row['over_fa3']:.2f}",
+}
+
+
+def latent() -> str:
+    """Time, rates and the speed beside FlashAttention-3's."""
+    lines = {row["group"]: row for row in rows_of("h200_latent", what="ours")}
+    return pivot("shape", LATENT, lines, lambda row, column: column(row), "h200_latent")
+
+
 FEATURES = {
     "dropout 0.1": ("dropout 0.1",),
     "softcap 50": ("softcap 50",),
@@ -453,6 +467,7 @@ SUITES = {
     "forward_sm90_fp16": "the forward in fp16, D = 128",
     "sm90_varlen": "packed sequences, and one in chunks",
     "decode": "one query a sequence over a KV cache",
+    "latent": "absorbed latent attention over pages beside FlashAttention-3",
     "sm90_prefill": "prompts in chunks over a cache",
     "sm90_features": "what each feature costs",
     "masks": "block masks, documents, biases, sinks",
@@ -519,6 +534,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "shapes": shapes,
     "packed": packed,
     "decode": decode,
+    "latent": latent,
     "features": features,
     "prefill": prefill,
     "masks": masks,

@@ -513,6 +513,7 @@ def test_how_many_problems_there_are() -> None:
         "decode": [9, 2],
         "prefill": [15, 1],
         "rounding": [30, 2],
+        "latent": [16, 1],
         "masks": [9 + 1 + 2 + 6, 4 + 1 + 1 + 1],
         "rotary": [12, 3],
         "second_order": [18, 6],
