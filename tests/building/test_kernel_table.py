@@ -275,21 +275,16 @@ def test_sides_of_a_tile_need_not_be_powers_of_two(row, changes) -> None:
         (SM90_FORWARD_ROW, {"num_warps": 5}, "a warpgroup multiplies 64 queries"),
         (SM90_BACKWARD_ROW, {}, "a warpgroup multiplies dQ of 64 queries"),
         (SM80_BACKWARD_ROW, {}, "warps share 80 x 128 in whole 16 x 16 (warps_m_scores)"),
-        (
-            SM80_BACKWARD_ROW,
-            {"num_warps": 4, "warps_m_scores": 1, "warps_n_dkdv": 2, "warps_m_dq": 1},
-            "queries a step are a power of two: auxiliary/backward/preprocess.cu shifts by it",
-        ),
+        (SM80_BACKWARD_ROW, {"num_warps": 4, "warps_m_scores": 1, "warps_n_dkdv": 2,
+         "warps_m_dq": 1},
+         "queries a step are a power of two: auxiliary/backward/preprocess.cu shifts by it"),
         (SM80_JVP_ROW, {}, "every warp multiplies whole 16 queries"),
         (SM90_JVP_ROW, {}, "each of num_warps multiplies 16 queries"),
         (SM80_HVP_ROW, {}, "warps share 80 x 128 in whole 16 x 16 (warps_m_scores)"),
-        (
-            SM80_HVP_ROW,
-            {"warps_m_scores": 1, "warps_m_dq": 1},
-            "queries a step are a power of two: auxiliary/backward/preprocess.cu shifts by it",
-        ),
+        (SM80_HVP_ROW, {"warps_m_scores": 1, "warps_m_dq": 1},
+         "queries a step are a power of two: auxiliary/backward/preprocess.cu shifts by it"),
     ],
-)
+)  # fmt: skip
 def test_a_tile_of_80_x_128_is_refused_by_a_rule_of_the_kernel(row, changes, rule) -> None:
     with pytest.raises(RowError, match=re.escape(rule)) as error:
         replace(row, **{"block_m": 80, "block_n": 128, **changes})

@@ -219,18 +219,14 @@ def test_the_binding_stands_before_the_kernels_of_one_build(monkeypatch, tmp_pat
         ("", None, "13.0", (Backend.cpu, "there is no nvcc in ")),
         ("", NVCC, None, (Backend.cpu, "without CUDA")),
         ("", NVCC, "12.8", r"^torch was built for CUDA 12\.8 but /toolkit/bin/nvcc is CUDA 13\.0"),
-        (
-            "",
-            Nvcc(Path("/toolkit/bin/nvcc"), "11.8.89", ()),
-            "11.8",
-            r"nvcc 12\.0 or newer, and /toolkit.* is 11\.8\.89",
-        ),
+        ("", Nvcc(Path("/toolkit/bin/nvcc"), "11.8.89", ()), "11.8",
+         r"nvcc 12\.0 or newer, and /toolkit.* is 11\.8\.89"),
         ("cuda", None, "13.0", "BACKEND=cuda cannot be had: there is no nvcc in"),
         ("cuda", NVCC, None, "was built without CUDA"),
         ("binding", NVCC, None, r"binding cannot be had: torch .* without CUDA"),
         ("gpu", NVCC, "13.0", "expected one of auto, cuda, cpu, binding, got 'gpu'"),
     ],
-)
+)  # fmt: skip
 def test_the_backend_is_chosen_by_nvcc_and_torch(monkeypatch, asked, nvcc, cuda, expected) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setenv(build_extension.BACKEND_VARIABLE, asked)

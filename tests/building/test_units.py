@@ -78,43 +78,22 @@ def test_the_text_of_a_unit() -> None:
 
 # row: its unit's name, its kernel's header and function, and lines of its text.
 UNITS = {
-    DECODE_ROW: (
-        "forward_sm80_hd128_decode",
-        "sm80/decode/launch.h",
-        "sm80::make_decode_instance",
-        [".kind = ForwardKind::decode"],
-    ),
-    SHORT_ROW: (
-        "forward_sm90_hd128_short",
-        "sm90/forward/launch.h",
-        "sm90::make_forward_instance",
-        [".family = KernelFamily::sm90", ".most_causal_seqlen = 1000"],
-    ),
-    replace(SM90_ROW, head_dim=192, head_dim_v=128): (
-        "forward_sm90_hd192_dv128",
-        "sm90/forward/launch.h",
-        "sm90::make_forward_instance",
-        [".head_dim = 192", ".head_dim_v = 128"],
-    ),
-    SM90_BACKWARD_ROW: (
-        "backward_sm90_hd128",
-        "sm90/backward/launch.h",
-        "sm90::make_backward_instance",
-        [".family = KernelFamily::sm90", ".stages_kv = 1", ".finishes_dq = false"],
-    ),
-    SM90_BACKWARD_DROPOUT_ROW: (
-        "backward_sm90_hd128_dropout",
-        "sm90/backward/launch.h",
-        "sm90::make_backward_instance",
-        [".features = feature::dropout | feature::deterministic"],
-    ),
-    replace(ROW, features=Feature.paged_kv | Feature.alibi): (
-        "forward_sm80_hd128",
-        "sm80/forward/launch.h",
-        "sm80::make_forward_instance",
-        [".features = feature::alibi | feature::paged_kv"],
-    ),
-}
+    DECODE_ROW: ("forward_sm80_hd128_decode", "sm80/decode/launch.h", "sm80::make_decode_instance",
+        [".kind = ForwardKind::decode"]),
+    SHORT_ROW: ("forward_sm90_hd128_short", "sm90/forward/launch.h", "sm90::make_forward_instance",
+        [".family = KernelFamily::sm90", ".most_causal_seqlen = 1000"]),
+    replace(SM90_ROW, head_dim=192, head_dim_v=128): ("forward_sm90_hd192_dv128",
+        "sm90/forward/launch.h", "sm90::make_forward_instance",
+        [".head_dim = 192", ".head_dim_v = 128"]),
+    SM90_BACKWARD_ROW: ("backward_sm90_hd128", "sm90/backward/launch.h",
+        "sm90::make_backward_instance", [".family = KernelFamily::sm90", ".stages_kv = 1",
+        ".finishes_dq = false"]),
+    SM90_BACKWARD_DROPOUT_ROW: ("backward_sm90_hd128_dropout", "sm90/backward/launch.h",
+        "sm90::make_backward_instance", [".features = feature::dropout | feature::deterministic"]),
+    replace(ROW, features=Feature.paged_kv | Feature.alibi): ("forward_sm80_hd128",
+        "sm80/forward/launch.h", "sm80::make_forward_instance",
+        [".features = feature::alibi | feature::paged_kv"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", UNITS, ids=lambda row: row.name)

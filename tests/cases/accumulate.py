@@ -167,64 +167,32 @@ LENGTHS = {"lengths_q": (300, 0, 517, 33), "lengths_k": (400, 20, 517, 33), "pac
 WHATS: tuple[dict[str, Any], ...] = (
     # Ways of dq (plan_backward.cpp): direct, converted, in sweeps, finished.
     {"what": "one key tile", "lengths_q": (300,) * 2, "lengths_k": (60,) * 2},
-    {
-        "what": "some key tiles",
-        "lengths_q": (301,) * 2,
-        "lengths_k": (457,) * 2,
-        "options": {"causal": True},
-    },
+    {"what": "some key tiles", "lengths_q": (301,) * 2, "lengths_k": (457,) * 2,
+     "options": {"causal": True}},
     {"what": "sweeps", "lengths_q": (70,) * 2, "lengths_k": (300,) * 2, "heads": (66, 66)},
-    {
-        "what": "long",
-        "lengths_q": (4000,),
-        "lengths_k": (4000,),
-        "heads": (8, 8),
-        "options": {"causal": True},
-    },
-    {
-        "what": "fixed order",
-        "lengths_q": (301,) * 2,
-        "lengths_k": (457,) * 2,
-        "options": {"causal": True, "deterministic": True},
-    },
+    {"what": "long", "lengths_q": (4000,), "lengths_k": (4000,), "heads": (8, 8),
+     "options": {"causal": True}},
+    {"what": "fixed order", "lengths_q": (301,) * 2, "lengths_k": (457,) * 2,
+     "options": {"causal": True, "deterministic": True}},
     # dk and dv of several CTAs.
     {"what": "split heads", "lengths_q": (2000,), "lengths_k": (100,), "heads": (16, 1)},
     {"what": "shared tiles", "lengths_q": (400,), "lengths_k": (800,), "heads": (40, 20)},
     # What nobody computes.
-    {
-        "what": "queries without keys",
-        "lengths_q": (300,) * 2,
-        "lengths_k": (60,) * 2,
-        "options": {"causal": True},
-    },
-    {
-        "what": "keys without queries",
-        "lengths_q": (64,) * 2,
-        "lengths_k": (600,) * 2,
-        "options": {"window_size_left": 20, "window_size_right": 0},
-    },
+    {"what": "queries without keys", "lengths_q": (300,) * 2, "lengths_k": (60,) * 2,
+     "options": {"causal": True}},
+    {"what": "keys without queries", "lengths_q": (64,) * 2, "lengths_k": (600,) * 2,
+     "options": {"window_size_left": 20, "window_size_right": 0}},
     {"what": "no queries", "lengths_q": (0,) * 2, "lengths_k": (70,) * 2},
     {"what": "no keys", "lengths_q": (70,) * 2, "lengths_k": (0,) * 2},
     {"what": "packed", **LENGTHS, "options": {"causal": True}},
-    {
-        "what": "packed, in sweeps",
-        "lengths_q": (200, 0, 250, 33) * 4,
-        "lengths_k": (200, 70, 250, 33) * 4,
-        "heads": (132, 132),
-        "packed": True,
-        "options": {"causal": True},
-    },
-    {
-        "what": "packed, partly used",
-        **LENGTHS,
-        "used": ((200, 0, 517, 5), (300, 20, 400, 33), (50, 3, 0, 30)),
-    },
-    {
-        "what": "features",
-        **LENGTHS,
-        "options": {"alibi": True, "softcap": 3.0, "dropout_p": 0.2, "window_size_left": 150},
-    },
-)
+    {"what": "packed, in sweeps", "lengths_q": (200, 0, 250, 33) * 4,
+     "lengths_k": (200, 70, 250, 33) * 4, "heads": (132, 132), "packed": True,
+     "options": {"causal": True}},
+    {"what": "packed, partly used", **LENGTHS,
+     "used": ((200, 0, 517, 5), (300, 20, 400, 33), (50, 3, 0, 30))},
+    {"what": "features", **LENGTHS, "options": {"alibi": True, "softcap": 3.0, "dropout_p": 0.2,
+     "window_size_left": 150}},
+)  # fmt: skip
 
 
 def sum_cases(device: str = "cuda") -> Iterator[SumCase]:

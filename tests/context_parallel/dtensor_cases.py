@@ -364,53 +364,29 @@ def _private_functions(mesh: DeviceMesh) -> None:
 
 # name: (placements of q, k and v, options, what the error says).
 REFUSED: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
-    "sequence": (
-        (Shard(1), Shard(1), Shard(1)),
-        {},
+    "sequence": ((Shard(1), Shard(1), Shard(1)), {},
         r"^q: must be sharded over batch \(Shard\(0\)\) or heads \(Shard\(2\)\) or replicated on "
-        r"mesh dimension 'tp', got .*: redistribute it; flash_attn_cuda.context_parallel takes",
-    ),
+        r"mesh dimension 'tp', got .*: redistribute it; flash_attn_cuda.context_parallel takes"),
     "head-dim": ((Shard(3), REPLICATED, REPLICATED), {}, "^q: must be sharded .*: redistribute it"),
     "sum": ((Partial(), REPLICATED, REPLICATED), {}, r"^q: must be .*artial|^q: must be .*P\(sum"),
-    "keys-of-batch": (
-        (Shard(0), REPLICATED, REPLICATED),
-        {},
-        "^k: must be .* on mesh dimension 'tp', where q is sharded over batch, got .*: redist",
-    ),
-    "values": (
-        (Shard(2), Shard(2), REPLICATED),
-        {},
-        "^v: must be .*sharded over heads, got .*: re",
-    ),
-    "queries": (
-        (REPLICATED, Shard(2), Shard(2)),
-        {},
-        "^k: must be .*q is replicated, got .*: redis",
-    ),
+    "keys-of-batch": ((Shard(0), REPLICATED, REPLICATED), {},
+        "^k: must be .* on mesh dimension 'tp', where q is sharded over batch, got .*: redist"),
+    "values": ((Shard(2), Shard(2), REPLICATED), {},
+        "^v: must be .*sharded over heads, got .*: re"),
+    "queries": ((REPLICATED, Shard(2), Shard(2)), {},
+        "^k: must be .*q is replicated, got .*: redis"),
     "plain-keys": ((Shard(2), None, Shard(2)), {}, "^k: must be a DTensor .*got a torch.Tensor"),
     "plain-queries": ((None, Shard(2), Shard(2)), {}, "^q: must be a DTensor .*got a torch.Tensor"),
     "few-heads": ((Shard(2),) * 3, {"heads_k": 1}, "^k: must have a multiple of 2 heads .*, got 1"),
-    "odd-heads": (
-        (Shard(2),) * 3,
-        {"heads_q": 3, "heads_k": 3},
-        "^q: must have a multiple of 2 he",
-    ),
-    "slopes": (
-        (Shard(0),) * 3,
-        {"alibi_slopes": Shard(0)},
-        "^alibi_slopes: must be .*where q is sharded over batch, got .*: redistribute it",
-    ),
-    "bias": (
-        (Shard(2),) * 3,
-        {"attn_mask": Shard(2)},
-        "^attn_mask: must be .*where q is sharded over heads, got .*: redistribute it",
-    ),
-    "dropout-and-mask": (
-        (Shard(2),) * 3,
-        {"dropout_p": 0.1, "attn_mask": None},
-        "^dropout_p: must be 0 with an attn_mask or a block_mask where DTensors are sharded",
-    ),
-}
+    "odd-heads": ((Shard(2),) * 3, {"heads_q": 3, "heads_k": 3},
+        "^q: must have a multiple of 2 he"),
+    "slopes": ((Shard(0),) * 3, {"alibi_slopes": Shard(0)},
+        "^alibi_slopes: must be .*where q is sharded over batch, got .*: redistribute it"),
+    "bias": ((Shard(2),) * 3, {"attn_mask": Shard(2)},
+        "^attn_mask: must be .*where q is sharded over heads, got .*: redistribute it"),
+    "dropout-and-mask": ((Shard(2),) * 3, {"dropout_p": 0.1, "attn_mask": None},
+        "^dropout_p: must be 0 with an attn_mask or a block_mask where DTensors are sharded"),
+}  # fmt: skip
 
 
 def refused() -> None:

@@ -36,78 +36,40 @@ NO_SCALES = {"k_descale": None, "v_descale": None}
 NEW = {"k": torch.zeros(2, 1, 2, 32).to(E4M3), "v": torch.zeros(2, 1, 2, 16).to(E4M3)}
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no scales": ({"k_descale": None}, ValueError, "k_descale: must be given where k_cache is of"),
-    "shape": (
-        {"k_descale": torch.ones(3)},
-        ValueError,
-        r"k_descale: must have shape \(2,\) or \(2, 2\) or \(2, 9, 2\), got \(3,\)",
-    ),
+    "shape": ({"k_descale": torch.ones(3)}, ValueError,
+        r"k_descale: must have shape \(2,\) or \(2, 2\) or \(2, 9, 2\), got \(3,\)"),
     "shape of v": (
         {"v_descale": torch.ones(2, 8, 2)}, ValueError, r"v_descale: must have .* got \(2, 8, 2\)",
     ),
-    "dtype": (
-        {"k_descale": torch.ones(2).bfloat16()},
-        TypeError,
-        r"k_descale: dtype must be torch.float32, got torch.bfloat16",
-    ),
-    "device": (
-        {"v_descale": torch.ones(2, device="meta")},
-        ValueError,
-        r"v_descale: must be on the device of q \(cpu\), got meta",
-    ),
+    "dtype": ({"k_descale": torch.ones(2).bfloat16()}, TypeError,
+        r"k_descale: dtype must be torch.float32, got torch.bfloat16"),
+    "device": ({"v_descale": torch.ones(2, device="meta")}, ValueError,
+        r"v_descale: must be on the device of q \(cpu\), got meta"),
     "no number": ({"k_descale": "1"}, TypeError, "k_descale: must be a number .*, got str"),
     "a bool": ({"k_descale": True}, TypeError, "k_descale: must be a number or a tensor, got bool"),
-    "scales of 16 bits": (
-        {"k_cache": WIDE, "v_cache": WIDE},
-        ValueError,
-        "k_descale: must be None where k_cache is not of torch.float8_e4m3fn, got a tensor",
-    ),
+    "scales of 16 bits": ({"k_cache": WIDE, "v_cache": WIDE}, ValueError,
+        "k_descale: must be None where k_cache is not of torch.float8_e4m3fn, got a tensor"),
     "a scale of q": ({"q_descale": 1.0}, ValueError, "q_descale: must be None where q is not of"),
-    "mixed": (
-        {"v_cache": WIDE, "v_descale": None},
-        TypeError,
-        r"v_cache: must have the dtype of k_cache \(torch.float8_e4m3fn\), got torch.bfloat16",
-    ),
-    "mixed the other way": (
-        {"k_cache": WIDE, "k_descale": None},
-        TypeError,
-        r"v_cache: must have the dtype of k_cache \(torch.bfloat16\), got torch.float8_e4m3fn",
-    ),
-    "e5m2": (
-        {"k_cache": WIDE.to(torch.float8_e5m2), "k_descale": None},
-        TypeError,
-        "k_cache: dtype must be one of .*float8_e4m3fn on cpu, got torch.float8_e5m2",
-    ),
-    "q of e5m2": (
-        {"q": torch.zeros(2, 1, 4, 32).to(torch.float8_e5m2)},
-        TypeError,
-        "q: dtype must be one of .* got torch.float8_e5m2",
-    ),
-    "q without a scale": (
-        {"q": torch.zeros(2, 1, 4, 32).to(E4M3)},
-        ValueError,
-        "q_descale: must be given where q is of torch.float8_e4m3fn, got None",
-    ),
-    "q alone": (
-        {"q": torch.zeros(2, 1, 4, 32).to(E4M3), "k_cache": WIDE, "v_cache": WIDE,
-         "k_descale": None, "v_descale": None, "q_descale": 1.0},
-        TypeError,
-        "q: must be of torch.float8_e4m3fn only where k_cache is, got torch.bfloat16",
-    ),
-    "shape of q's": (
-        {"q": torch.zeros(2, 1, 4, 32).to(E4M3), "q_descale": torch.ones(2, 9, 2)},
-        ValueError,
-        r"q_descale: must have shape \(2,\) or \(2, 2\), got \(2, 9, 2\)",
-    ),
-    "head_dim": (
-        {"q": torch.zeros(2, 1, 4, 24).bfloat16(), "k_cache": torch.zeros(2, 9, 2, 24).to(E4M3)},
-        ValueError,
-        r"k_cache: last dimension \(head_dim\) must be a multiple of 16 .* got 24",
-    ),
-    "head_dim_v": (
-        {"v_cache": torch.zeros(2, 9, 2, 40).to(E4M3)},
-        ValueError,
-        r"v_cache: last dimension \(head_dim_v\) must be a multiple of 16 .* got 40",
-    ),
+    "mixed": ({"v_cache": WIDE, "v_descale": None}, TypeError,
+        r"v_cache: must have the dtype of k_cache \(torch.float8_e4m3fn\), got torch.bfloat16"),
+    "mixed the other way": ({"k_cache": WIDE, "k_descale": None}, TypeError,
+        r"v_cache: must have the dtype of k_cache \(torch.bfloat16\), got torch.float8_e4m3fn"),
+    "e5m2": ({"k_cache": WIDE.to(torch.float8_e5m2), "k_descale": None}, TypeError,
+        "k_cache: dtype must be one of .*float8_e4m3fn on cpu, got torch.float8_e5m2"),
+    "q of e5m2": ({"q": torch.zeros(2, 1, 4, 32).to(torch.float8_e5m2)}, TypeError,
+        "q: dtype must be one of .* got torch.float8_e5m2"),
+    "q without a scale": ({"q": torch.zeros(2, 1, 4, 32).to(E4M3)}, ValueError,
+        "q_descale: must be given where q is of torch.float8_e4m3fn, got None"),
+    "q alone": ({"q": torch.zeros(2, 1, 4, 32).to(E4M3), "k_cache": WIDE, "v_cache": WIDE,
+        "k_descale": None, "v_descale": None, "q_descale": 1.0}, TypeError,
+        "q: must be of torch.float8_e4m3fn only where k_cache is, got torch.bfloat16"),
+    "shape of q's": ({"q": torch.zeros(2, 1, 4, 32).to(E4M3), "q_descale": torch.ones(2, 9, 2)},
+        ValueError, r"q_descale: must have shape \(2,\) or \(2, 2\), got \(2, 9, 2\)"),
+    "head_dim": ({"q": torch.zeros(2, 1, 4, 24).bfloat16(),
+        "k_cache": torch.zeros(2, 9, 2, 24).to(E4M3)}, ValueError,
+        r"k_cache: last dimension \(head_dim\) must be a multiple of 16 .* got 24"),
+    "head_dim_v": ({"v_cache": torch.zeros(2, 9, 2, 40).to(E4M3)}, ValueError,
+        r"v_cache: last dimension \(head_dim_v\) must be a multiple of 16 .* got 40"),
     "quantize without k": (
         QUANTIZE | {"k": None, "v": None}, ValueError, "quantize: must be None without k, got",
     ),
@@ -129,11 +91,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"k_descale: must not be expanded where quantize writes it, got strides \(2, 0, 1\)",
     ),
-    "quantize into one": (
-        QUANTIZE | dict.fromkeys(TOKEN_SCALES, torch.ones(2, 9, 2)),
-        ValueError,
-        "v_descale: must be another tensor than k_descale",
-    ),
+    "quantize into one": (QUANTIZE | dict.fromkeys(TOKEN_SCALES, torch.ones(2, 9, 2)), ValueError,
+        "v_descale: must be another tensor than k_descale"),
     "new keys without values": (
         {"k": NEW["k"]}, TypeError, "v: dtype must be torch.float8_e4m3fn, got torch.bfloat16",
     ),
@@ -145,12 +104,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"k: dtype must be torch.bfloat16, got torch.float8_e4m3fn",
     ),
-    "bytes": (
-        {"v_cache": torch.zeros(2, 9, 2, 16, dtype=torch.uint8)},
-        TypeError,
+    "bytes": ({"v_cache": torch.zeros(2, 9, 2, 16, dtype=torch.uint8)}, TypeError,
         r"v_cache: must be of torch.float8_e4m3fn where v_descale is given, as "
-        r"\.view\(torch.float8_e4m3fn\) is, got torch.uint8",
-    ),
+        r"\.view\(torch.float8_e4m3fn\) is, got torch.uint8"),
     "out of another dtype": (
         {"out": torch.zeros(2, 1, 4, 16)}, TypeError, "out: dtype must be torch.bfloat16",
     ),
@@ -171,24 +127,13 @@ def test_bad_arguments(name: str) -> None:
 
 
 PACKED_BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "per token": (
-        {"k_descale": torch.ones(12, 2)},
-        ValueError,
-        r"k_descale: must have shape \(2,\) or \(2, 2\), got \(12, 2\)",
-    ),
-    "dropout": (
-        {"dropout_p": 0.1}, NotImplementedError, "dropout_p: must be 0 where .* got 0.1",
-    ),
-    "a mask": (
-        {"attn_mask": torch.ones(5, 6, dtype=torch.bool)},
-        NotImplementedError,
-        "attn_mask: must be None where k is of torch.float8_e4m3fn",
-    ),
-    "mixed": (
-        {"v": torch.zeros(12, 2, 16).double(), "v_descale": None},
-        TypeError,
-        "v: must have the dtype of k",
-    ),
+    "per token": ({"k_descale": torch.ones(12, 2)}, ValueError,
+        r"k_descale: must have shape \(2,\) or \(2, 2\), got \(12, 2\)"),
+    "dropout": ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: must be 0 where .* got 0.1"),
+    "a mask": ({"attn_mask": torch.ones(5, 6, dtype=torch.bool)}, NotImplementedError,
+        "attn_mask: must be None where k is of torch.float8_e4m3fn"),
+    "mixed": ({"v": torch.zeros(12, 2, 16).double(), "v_descale": None}, TypeError,
+        "v: must have the dtype of k"),
 }  # fmt: skip
 
 

@@ -34,115 +34,63 @@ def blocks(*shape: int, size: Any = (64, 64), **options: Any) -> dict[str, Any]:
 # Of q (2, 7, 4, 16) and k (2, 9, 2, 16) in fp64: arguments, error, its words.
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask": [[True]]}, TypeError, "attn_mask: must be a torch.Tensor, got list"),
-    (
-        {"attn_mask": ones(7, 9, dtype=torch.int64)},
-        TypeError,
-        "attn_mask: dtype must be one of torch.bool, torch.float64, torch.float32, got torch.int64",
-    ),
+    ({"attn_mask": ones(7, 9, dtype=torch.int64)}, TypeError,
+     "attn_mask: dtype must be one of torch.bool, torch.float64, torch.float32, got torch.int64"),
     ({"attn_mask": ones(7, 9, dtype=torch.bfloat16)}, TypeError, "attn_mask: dtype must be one of"),
     ({"attn_mask": ones(9)}, ValueError, "attn_mask: must have 2 to 4 dimensions"),
     ({"attn_mask": ones(1, 1, 1, 7, 9)}, ValueError, "attn_mask: must have 2 to 4 dimensions"),
-    (
-        {"attn_mask": ones(7, 1)},
-        ValueError,
-        "attn_mask: must have 2 to 4 dimensions that broadcast to (batch, heads_q, seqlen_q) "
-        "(2, 4, 7) and end in seqlen_k 9, got shape (7, 1)",
-    ),
+    ({"attn_mask": ones(7, 1)}, ValueError,
+     "attn_mask: must have 2 to 4 dimensions that broadcast to (batch, heads_q, seqlen_q) "
+     "(2, 4, 7) and end in seqlen_k 9, got shape (7, 1)"),
     ({"attn_mask": ones(8, 9)}, ValueError, "attn_mask: must have 2 to 4 dimensions that"),
     ({"attn_mask": ones(2, 7, 9)}, ValueError, "attn_mask: must have 2 to 4 dimensions that"),
     ({"attn_mask": ones(3, 1, 7, 9)}, ValueError, "attn_mask: must have 2 to 4 dimensions that"),
-    (
-        {"attn_mask": ones(7, 9, dtype=torch.float32, device="meta")},
-        ValueError,
-        "attn_mask: must be on the device of q (cpu), got meta",
-    ),
-    (
-        {"attn_mask": ones(7, 9), "block_mask": sparsity(7, 9)},
-        ValueError,
-        "attn_mask, block_mask: must not both be masks, got a bool attn_mask and a block_mask",
-    ),
+    ({"attn_mask": ones(7, 9, dtype=torch.float32, device="meta")}, ValueError,
+     "attn_mask: must be on the device of q (cpu), got meta"),
+    ({"attn_mask": ones(7, 9), "block_mask": sparsity(7, 9)}, ValueError,
+     "attn_mask, block_mask: must not both be masks, got a bool attn_mask and a block_mask"),
     ({"attn_mask": ones(7, 9), **blocks(1, 1)}, ValueError, "attn_mask, block_mask: must not both"),
-    (
-        {"block_mask": "causal"},
-        TypeError,
-        "block_mask: must be a BlockSparsity, a BlockMask of torch or a bool tensor, got str",
-    ),
-    (
-        blocks(1, 1, size=None),
-        ValueError,
-        "block_size: must be given with a block_mask of booleans, got None",
-    ),
-    (
-        blocks(1, 1, size=(64, 100)),
-        ValueError,
-        "block_size: must be positive multiples of 64, got (64, 100)",
-    ),
+    ({"block_mask": "causal"}, TypeError,
+     "block_mask: must be a BlockSparsity, a BlockMask of torch or a bool tensor, got str"),
+    (blocks(1, 1, size=None), ValueError,
+     "block_size: must be given with a block_mask of booleans, got None"),
+    (blocks(1, 1, size=(64, 100)), ValueError,
+     "block_size: must be positive multiples of 64, got (64, 100)"),
     (blocks(1, 1, size=(0, 64)), ValueError, "block_size: must be positive multiples of 64"),
     (blocks(1, 1, size=64), TypeError, "block_size: must be two integers, got 64"),
     (blocks(1, 1, size=(64, True)), TypeError, "block_size: must be two integers, got (64, True)"),
     (blocks(1, 1, size=(64.0, 64)), TypeError, "block_size: must be two integers"),
-    (
-        {"block_size": (64, 64)},
-        ValueError,
-        "block_size: must be None without a block_mask of booleans, got (64, 64)",
-    ),
-    (
-        {"block_size": (64, 64), "block_mask": sparsity(7, 9)},
-        ValueError,
-        "block_size: must be None without a block_mask of booleans",
-    ),
-    (
-        blocks(1, 1, dtype=torch.float32),
-        TypeError,
-        "block_mask: dtype must be torch.bool, got torch.float32",
-    ),
+    ({"block_size": (64, 64)}, ValueError,
+     "block_size: must be None without a block_mask of booleans, got (64, 64)"),
+    ({"block_size": (64, 64), "block_mask": sparsity(7, 9)}, ValueError,
+     "block_size: must be None without a block_mask of booleans"),
+    (blocks(1, 1, dtype=torch.float32), TypeError,
+     "block_mask: dtype must be torch.bool, got torch.float32"),
     (blocks(1), ValueError, "block_mask: must have 2 to 4 dimensions that end in (1, 1)"),
-    (
-        blocks(1, 2),
-        ValueError,
-        "block_mask: must have 2 to 4 dimensions that end in (1, 1), the blocks of (64, 64) of 7 "
-        "queries and 9 keys, got shape (1, 2)",
-    ),
+    (blocks(1, 2), ValueError,
+     "block_mask: must have 2 to 4 dimensions that end in (1, 1), the blocks of (64, 64) of 7 "
+     "queries and 9 keys, got shape (1, 2)"),
     (blocks(3, 1, 1, 1), ValueError, "block_mask: batch must be 1 or that of q (2), got 3"),
     (blocks(2, 3, 1, 1), ValueError, "block_mask: heads must be 1 or that of q (4), got 3"),
     (blocks(1, 1, device="meta"), ValueError, "block_mask: must be on the device of q (cpu)"),
-    (
-        {"block_mask": sparsity(8, 9)},
-        ValueError,
-        "block_mask: must have as many queries as q (7), got 8",
-    ),
+    ({"block_mask": sparsity(8, 9)}, ValueError,
+     "block_mask: must have as many queries as q (7), got 8"),
     ({"block_mask": sparsity(7, 5)}, ValueError, "block_mask: must have as many keys as k (9)"),
     ({"block_mask": sparsity(1, 2, 7, 9)}, ValueError, "block_mask: heads must be 1 or that of q"),
-    (
-        {"block_mask": sparsity(7, 9).to("meta")},
-        ValueError,
-        "block_mask: must be on the device of q (cpu), got meta",
-    ),
+    ({"block_mask": sparsity(7, 9).to("meta")}, ValueError,
+     "block_mask: must be on the device of q (cpu), got meta"),
     ({"sink": 1.0}, TypeError, "sink: must be a torch.Tensor, got float"),
-    (
-        {"sink": ones(4)},
-        TypeError,
-        "sink: dtype must be one of float32, float16, bfloat16, got torch.bool",
-    ),
-    (
-        {"sink": ones(3, dtype=torch.float32)},
-        ValueError,
-        "sink: must have shape (4,), got (3,)",
-    ),
+    ({"sink": ones(4)}, TypeError,
+     "sink: dtype must be one of float32, float16, bfloat16, got torch.bool"),
+    ({"sink": ones(3, dtype=torch.float32)}, ValueError, "sink: must have shape (4,), got (3,)"),
     ({"sink": ones(1, 4, dtype=torch.float32)}, ValueError, "sink: must have shape (4,)"),
-    (
-        {"sink": ones(4, dtype=torch.float32, device="meta")},
-        ValueError,
-        "sink: must be on the device of q (cpu), got meta",
-    ),
+    ({"sink": ones(4, dtype=torch.float32, device="meta")}, ValueError,
+     "sink: must be on the device of q (cpu), got meta"),
     # What a call checks without them as well.
     ({"sink": ones(4, dtype=torch.float32), "softmax_scale": "1"}, TypeError, "softmax_scale: "),
-    (
-        {"attn_mask": ones(7, 9), "alibi_slopes": torch.ones(3)},
-        ValueError,
-        "alibi_slopes: must have shape (4,) or (2, 4), got (3,)",
-    ),
-]
+    ({"attn_mask": ones(7, 9), "alibi_slopes": torch.ones(3)}, ValueError,
+     "alibi_slopes: must have shape (4,) or (2, 4), got (3,)"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), WRONG, ids=lambda x: str(x)[:60])
@@ -192,23 +140,15 @@ def test_q_k_and_v_are_checked() -> None:
 # -- gradients that there are not ------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"attn_mask": ones(7, 9, dtype=torch.float64), "softcap": 2.0},
-        "attn_mask: has no gradient with softcap, got a softcap of 2.0",
-    ),
-    (
-        {"attn_mask": ones(7, 9), "deterministic": True},
-        "deterministic: must be False with a block mask, got True",
-    ),
-    (
-        {"block_mask": sparsity(7, 9), "deterministic": True},
-        "deterministic: must be False with a block mask, got True",
-    ),
-    (
-        {"attn_mask": ones(7, 9, dtype=torch.float64), "deterministic": True},
-        "deterministic: must be False with a floating attn_mask, got True",
-    ),
-]
+    ({"attn_mask": ones(7, 9, dtype=torch.float64), "softcap": 2.0},
+     "attn_mask: has no gradient with softcap, got a softcap of 2.0"),
+    ({"attn_mask": ones(7, 9), "deterministic": True},
+     "deterministic: must be False with a block mask, got True"),
+    ({"block_mask": sparsity(7, 9), "deterministic": True},
+     "deterministic: must be False with a block mask, got True"),
+    ({"attn_mask": ones(7, 9, dtype=torch.float64), "deterministic": True},
+     "deterministic: must be False with a floating attn_mask, got True"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda x: str(x)[:60])
@@ -262,32 +202,17 @@ def packed_arguments(**changes: Any) -> dict[str, Any]:
 
 
 PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"attn_mask": ones(7, 9), "max_seqlen_q": None},
-        TypeError,
-        "max_seqlen_q: must be an integer with a tensor attn_mask, got NoneType",
-    ),
-    (
-        {**blocks(1, 1), "max_seqlen_k": torch.tensor(9)},
-        TypeError,
-        "max_seqlen_k: must be an integer with a tensor block_mask, got Tensor",
-    ),
+    ({"attn_mask": ones(7, 9), "max_seqlen_q": None}, TypeError,
+     "max_seqlen_q: must be an integer with a tensor attn_mask, got NoneType"),
+    ({**blocks(1, 1), "max_seqlen_k": torch.tensor(9)}, TypeError,
+     "max_seqlen_k: must be an integer with a tensor block_mask, got Tensor"),
     ({"attn_mask": ones(8, 9)}, ValueError, "attn_mask: must have 2 to 4 dimensions that"),
-    (
-        {"block_mask": sparsity(6, 9)},
-        ValueError,
-        "block_mask: must have at least max_seqlen_q (7) queries, got 6",
-    ),
-    (
-        {"block_mask": sparsity(7, 8)},
-        ValueError,
-        "block_mask: must have at least max_seqlen_k (9) keys, got 8",
-    ),
-    (
-        {"block_mask": sparsity(3, 1, 7, 9)},
-        ValueError,
-        "block_mask: batch must be 1 or that of q (2), got 3",
-    ),
+    ({"block_mask": sparsity(6, 9)}, ValueError,
+     "block_mask: must have at least max_seqlen_q (7) queries, got 6"),
+    ({"block_mask": sparsity(7, 8)}, ValueError,
+     "block_mask: must have at least max_seqlen_k (9) keys, got 8"),
+    ({"block_mask": sparsity(3, 1, 7, 9)}, ValueError,
+     "block_mask: batch must be 1 or that of q (2), got 3"),
     (
         {"block_mask": sparsity(6, 9), "max_seqlen_q": None},
         ValueError,
@@ -298,7 +223,7 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "max_seqlen_k: must be at least the longest sequence, got 5 for 9 rows of sequence 0",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), PACKED, ids=lambda x: str(x)[:60])

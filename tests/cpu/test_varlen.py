@@ -31,20 +31,12 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "same": {"lengths_q": (40, 7, 33)},
     "cross": {"lengths_q": (10, 40, 1), "lengths_k": (64, 5, 30)},
     "empty": {"lengths_q": (0, 20, 5, 0), "lengths_k": (9, 0, 30, 0)},
-    "used": {
-        "lengths_q": (12, 30, 20),
-        "lengths_k": (40, 12, 25),
-        "used_q": (5, 30, 0),
-        "used_k": (33, 0, 25),
-    },
-    "leftpad": {
-        "lengths_q": (12, 30, 20),
-        "lengths_k": (40, 12, 25),
-        "used_k": (33, 12, 20),
-        "leftpad": (3, 12, 19),
-    },
+    "used": {"lengths_q": (12, 30, 20), "lengths_k": (40, 12, 25), "used_q": (5, 30, 0),
+        "used_k": (33, 0, 25)},
+    "leftpad": {"lengths_q": (12, 30, 20), "lengths_k": (40, 12, 25), "used_k": (33, 12, 20),
+        "leftpad": (3, 12, 19)},
     "none": {"lengths_q": ()},
-}
+}  # fmt: skip
 
 AXES = {
     "lengths": list(LENGTHS),

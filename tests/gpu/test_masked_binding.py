@@ -110,18 +110,14 @@ SHARED_ERRORS = [
     ("mask_bits", torch.int64, TypeError, "dtype must be torch.int32, got torch.int64"),
     ("mask_bits", (1, 3, SEQLEN_Q, 12), ValueError, "must have shape (2 or 1, 4 or 1, 200, 12)"),
     ("mask_bits", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
-    (
-        *("bias", torch.float16, TypeError),
-        "dtype must be torch.bfloat16 or torch.float32, got torch.float16",
-    ),
-    (
-        *("bias", (1, 1, SEQLEN_Q, SEQLEN_K - 1), ValueError),
-        "must have shape (2 or 1, 4 or 1, 200 or 1, 300), got (1, 1, 200, 299)",
-    ),
+    (*("bias", torch.float16, TypeError),
+     "dtype must be torch.bfloat16 or torch.float32, got torch.float16"),
+    (*("bias", (1, 1, SEQLEN_Q, SEQLEN_K - 1), ValueError),
+     "must have shape (2 or 1, 4 or 1, 200 or 1, 300), got (1, 1, 200, 299)"),
     ("bias", (1, HEADS_K, 1, SEQLEN_K), ValueError, "must have shape"),
     ("bias", torch.zeros(1), ValueError, "must be on the device of q (cuda:0), got cpu"),
     ("bias", torch.zeros(2, 2).to_sparse(), TypeError, "must be a dense tensor, got layout Sparse"),
-]
+]  # fmt: skip
 LIST_ERRORS = [
     (torch.int64, TypeError, "dtype must be torch.int32, got torch.int64"),
     ((1, HEADS_K, 2, 5), ValueError, "must have shape (2 or 1, 4 or 1, "),
@@ -231,28 +227,19 @@ def test_bad_sinks(extension: Any, change: Change, error: Any, message: str) -> 
     ("changes", "error", "message"),
     [
         ({"wants_dbias": True}, ValueError, "wants_dbias: must be False without a bias, got True"),
-        (
-            {"wants_dbias": True, "bias": torch.float32, "softcap": 5.0},
-            NotImplementedError,
-            "attn_mask: has no gradient with softcap, got a softcap of 5",
-        ),
-        (
-            {"deterministic": True, "block_columns": torch.int32},
-            NotImplementedError,
-            "deterministic: must be False with a block mask, got True",
-        ),
-        (
-            {"dropout_p": 0.5},
-            ValueError,
-            "rng_state: must be given with dropout, as the forward returned it, got None",
-        ),
+        ({"wants_dbias": True, "bias": torch.float32, "softcap": 5.0}, NotImplementedError,
+         "attn_mask: has no gradient with softcap, got a softcap of 5"),
+        ({"deterministic": True, "block_columns": torch.int32}, NotImplementedError,
+         "deterministic: must be False with a block mask, got True"),
+        ({"dropout_p": 0.5}, ValueError,
+         "rng_state: must be given with dropout, as the forward returned it, got None"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p: must be at least 0 and below 1, got 1"),
         ({"dout": torch.zeros(1)}, ValueError, "dout: must be on the device of q"),
         ({"softmax_lse": torch.zeros(1)}, ValueError, "softmax_lse: must be on the device of q"),
         ({"dlse": torch.zeros(1)}, ValueError, "dlse: must be on the device of q"),
         ({"cu_seqlens_k": torch.zeros(1)}, ValueError, "cu_seqlens_k: must be None without"),
     ],
-)
+)  # fmt: skip
 def test_bad_backwards(
     extension: Any, changes: dict[str, Change], error: Any, message: str
 ) -> None:

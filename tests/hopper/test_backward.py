@@ -261,20 +261,15 @@ def swept_packed_case(head_dim: int, **fields: Any) -> VarlenCase:
         {"window": (90, 0)},  # tiles without queries
         {"window": (30, -1)},  # from the last key tile on
         {"window": (-1, 20)},
-        {
-            "used_q": (280, 100, 0, 0, 400, 1, 17, 130, 270, 0),
-            "used_k": (200, 257, 129, 0, 130, 70, 0, 150, 0, 256),
-            "causal": True,
-        },
-        {
-            "used_k": (280, 257, 129, 0, 390, 70, 9, 190, 270, 256),
-            "leftpad": (7, 0, 129, 0, 70, 1, 0, 50, 100, 200),
-        },
+        {"used_q": (280, 100, 0, 0, 400, 1, 17, 130, 270, 0),
+         "used_k": (200, 257, 129, 0, 130, 70, 0, 150, 0, 256), "causal": True},
+        {"used_k": (280, 257, 129, 0, 390, 70, 9, 190, 270, 256),
+         "leftpad": (7, 0, 129, 0, 70, 1, 0, 50, 100, 200)},
         {"softcap": 3.0},
         {"alibi": Alibi.per_batch, "causal": True, "dtype": torch.float16},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_sweeps_of_packed_sequences(check: Check, head_dim: int, features: dict[str, Any]) -> None:
     check(swept_packed_case(head_dim, **features))
 

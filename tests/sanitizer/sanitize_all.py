@@ -63,23 +63,13 @@ RUNS = (
     Run("memcheck", "as planned", SINGLE_TENSORS),
     Run("synccheck", "as planned", {}),
     Run("memcheck", "sm80", {**SINGLE_TENSORS, **SM80_ALONE}),
-    Run(
-        "racecheck",
-        "sm80",
-        SM80_ALONE,
-        ("--most-heads", "2", "--without", "derivatives"),
-        kernels_without="512_windowed_decode",
-    ),
-    Run(
-        "racecheck",
-        "sm80, derivatives",
-        SM80_ALONE,
-        ("--most-heads", "2", "--only", "derivatives"),
-        kernels_with="flash_attn_cuda",
-    ),
+    Run("racecheck", "sm80", SM80_ALONE, ("--most-heads", "2", "--without", "derivatives"),
+        kernels_without="512_windowed_decode"),
+    Run("racecheck", "sm80, derivatives", SM80_ALONE,
+        ("--most-heads", "2", "--only", "derivatives"), kernels_with="flash_attn_cuda"),
     Run("initcheck", "sm80", {**SINGLE_TENSORS, **SM80_ALONE}, ("--without", "cache")),
     Run("synccheck", "sm80", SM80_ALONE),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
