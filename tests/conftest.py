@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -30,8 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "cuda_only: a gpu test that the CPU backend cannot stand in for"
     )
-    # pytest-xdist's, for runs without it.
-    config.addinivalue_line("markers", "xdist_group(name): tests that one worker runs")
     gpu_summary.register(config)
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and not ON_CPU and torch.cuda.device_count() > 1:
@@ -41,16 +40,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Rooms whose tests start other programs come first, so that no worker ends on a long one.
 FIRST_ROOMS = ("examples", "building", "context_parallel", "benchmarks", "surfaces")
-# Fixtures that are kept, processes or a trained model: one worker runs what a module asks of one.
-KEPT = ("two", "four", "demo", "losses_of_one_process")
+# Where modules keep processes, a trained model or a tree to build: one worker runs all of a module.
+KEEPING = ("examples", "context_parallel", "building/test_wheel", "surfaces/test_.*ring")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In place of pytest-xdist's own groups, which 3.8 loses with pytest 9.2."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if re.search(f"/({'|'.join(KEEPING)})", path) else nodeid
+
+    return ByModule(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     reason = _no_gpu_reason()
     for item in items:
-        for name in set(KEPT).intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{name}"))
         if item.get_closest_marker("gpu") is None:
             continue
         if reason is not None:

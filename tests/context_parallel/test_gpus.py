@@ -28,7 +28,6 @@ from tests.context_parallel.ranks import Ranks
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.cuda_only,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(
         not ON_CPU and torch.cuda.device_count() < 2, reason="needs two CUDA devices"
     ),
