@@ -20,7 +20,7 @@ RESULT_FILES = sorted(RESULTS.glob("*.json"))
 needs_results = pytest.mark.skipif(not RESULT_FILES, reason="an sdist has no benchmarks/results")
 
 SMALL = AttentionCase(2, 16, 16, 4, 2, 16, dtype=torch.float32, device="cpu")
-BRIEF = Protocol(turn_ms=0.2, budget_ms=0.0)  # four turns
+BRIEF = Protocol(turn_ms=0.2, budget_ms=0.0, warm_up_ms=0.0)  # four turns
 BRIEF_OPTIONS = "--turn-ms 0.2 --budget-ms 0"
 
 

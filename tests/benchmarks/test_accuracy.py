@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.core import accuracy_figure, performance, report, result_files
-from benchmarks.peers.backends import BACKENDS
 from benchmarks.suites import accuracy, key_bias
 from tests.cases.attention import AttentionCase
 from tests.reference import attention_with_gradients
@@ -64,19 +62,6 @@ def test_maths_is_attention(causal: bool) -> None:
     expected = attention_with_gradients(*tensors, causal=causal).tensors()
     for name, x in zip(accuracy.RESULTS, found, strict=True):
         torch.testing.assert_close(x.double(), expected[name], rtol=1e-5, atol=1e-5)
-
-
-def test_what_fails_fails_the_run(monkeypatch, capsys) -> None:
-    def refuse(case: AttentionCase) -> Any:
-        if case.head_dim == 16:
-            raise ValueError("a defect")
-        return BACKENDS["ours"].prepare(case)
-
-    broken = accuracy.Backend("ours", "", refuse)
-    monkeypatch.setattr(accuracy, "CONTENDERS", {"ours": broken})
-    shapes = ["--device", "cpu", "--seqlens", "32", "--head-dims", "8", "16", "--dtypes", "bf16"]
-    assert accuracy.main(shapes) == 1
-    assert "d16-bf16-full means 0, 0" in capsys.readouterr().err
 
 
 def test_the_figure_and_the_table_of_a_result(written: Path, monkeypatch, capsys) -> None:

@@ -20,7 +20,6 @@ from benchmarks.peers.backends import BACKENDS, Unsupported, features_of
 from benchmarks.suites import (
     decode,
     feature_cost,
-    features,
     fp8_cache,
     limits,
     mask_entrants,
@@ -88,15 +87,6 @@ def test_masks_are_made_before_the_clock_starts(name: str, monkeypatch) -> None:
         out = BACKENDS[name].view(attend(q, k, v))
     expected, _ = attention(inputs.q, inputs.k, inputs.v, causal=True)
     torch.testing.assert_close(out, expected.float())
-
-
-def test_what_backends_refuse() -> None:
-    for name in ("sdpa_cudnn", "sdpa_efficient", "flex", "fa3", "ffpa"):
-        with pytest.raises(Unsupported, match="CUDA devices only"):
-            BACKENDS[name].prepare(SMALL)
-    for changes in ({"softcap": 5.0}, {"window": (3, 0)}, {"deterministic": True}):
-        with pytest.raises(Unsupported, match="not measured with"):
-            BACKENDS["sdpa_flash"].prepare(replace(SMALL, **changes))
 
 
 # -- features --------------------------------------------------------------------------------------
@@ -392,20 +382,6 @@ def test_masks_have_the_density_asked_for(make: Any, density: float) -> None:
             make(32, 2, bad)
 
 
-def test_torchs_kernel_is_compiled_once() -> None:
-    """Shapes and strides of its block masks do not depend on the density."""
-
-    def shapes(blocks: torch.Tensor) -> list[Any]:
-        fields = flex_block_mask(blocks).as_tuple()
-        return [
-            (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in fields
-        ]
-
-    makers = (random_blocks, window_blocks)
-    first, *others = (shapes(make(16, 3, density)) for make in makers for density in (1.0, 0.25))
-    assert all(other == first for other in others)
-
-
 def test_flex_takes_the_block_mask(monkeypatch) -> None:
     case, blocks = mask_entrants.one_sequence(4 * BLOCK, 16, "cpu"), random_blocks(4, 2, 0.5)
     with pytest.raises(Unsupported, match="CUDA devices only"):
@@ -441,31 +417,6 @@ def test_masks_are_compared_by_time(monkeypatch) -> None:
     assert half["tflops"] == pytest.approx(work * 0.75 / 3.0)
 
 
-def test_targets_of_masks(monkeypatch) -> None:
-    for name, value in {"HEADS": 2, "DOCUMENTS": 2, "MEAN_DOCUMENT": 60, "BIAS_SEQLEN": 32}.items():
-        monkeypatch.setattr(mask_entrants, name, value)
-    monkeypatch.setattr(feature_cost, "TOKENS", 4096)
-    monkeypatch.setattr(feature_cost, "HIDDEN", 128)
-    monkeypatch.setattr(mask_entrants, "DENSITY_SEQLEN", 4 * BLOCK)
-    monkeypatch.setattr(mask_entrants, "QUICK_DENSITIES", (0.25,))
-    times = {"block mask": 0.28, "dense": 1.0, "FlexAttention": 0.3}
-    times |= {"causal mask": 1.1, "packed": 1.0, "bias": 1.0, "torch efficient": 1.25}
-    times |= {"sink": 1.03, "sink with gradient": 1.01, "plain": 1.0}
-    judged = {}
-    for make_groups, _ in mask_entrants.PARTS.values():
-        for row in rows_of_masks(make_groups("cpu", True, None)[0], times, monkeypatch).values():
-            for target in row["targets"]:
-                judged[row["what"], target["figure"]] = (target["limit"], target["met"])
-    assert judged == {
-        ("block mask", "time_ratio"): (0.29, True),
-        ("block mask", "speedup"): (1.15, False),
-        ("causal mask", "time_ratio"): (1.1, True),
-        ("bias", "speedup"): (1.3, False),
-        ("sink", "time_ratio"): (1.02, False),
-        ("sink with gradient", "time_ratio"): (1.02, True),
-    }
-
-
 def test_the_sink_is_in_the_call(monkeypatch) -> None:
     monkeypatch.setattr(feature_cost, "TOKENS", 32)
     monkeypatch.setattr(feature_cost, "HIDDEN", 32)
@@ -494,27 +445,3 @@ def test_the_worst_tile_counts() -> None:
 
 
 # -- what is measured by default -------------------------------------------------------------------
-
-
-def test_how_many_problems_there_are() -> None:
-    """All of them, and with --quick."""
-    counts = {
-        name: [len(module.groups("cuda", quick)) for quick in (False, True)]
-        for name, module in features.BENCHMARKS.items()
-    }
-    for name, module in {"masks": masks, "rotary": rotary, "second_order": second_order}.items():
-        counts[name] = [
-            len(module.groups(module.parse_arguments(["--device", "cuda", *quick])))
-            for quick in ([], ["--quick"])
-        ]
-    assert counts == {
-        "varlen": [10, 1],
-        "features": [12, 1],
-        "decode": [9, 2],
-        "prefill": [15, 1],
-        "rounding": [30, 2],
-        "latent": [16, 1],
-        "masks": [9 + 1 + 2 + 6, 4 + 1 + 1 + 1],
-        "rotary": [12, 3],
-        "second_order": [18, 6],
-    }

@@ -13,7 +13,6 @@ from benchmarks.context_parallel import model
 from benchmarks.context_parallel.closed_form import closed_form
 from benchmarks.context_parallel.events import Start, Wait, Work, simulate
 from benchmarks.context_parallel.programs import (
-    CAUSAL,
     PASSES,
     SCHEMES,
     Constants,
@@ -21,10 +20,9 @@ from benchmarks.context_parallel.programs import (
     Problem,
     operations_of_pair,
     run,
-    visible_pairs,
 )
 from benchmarks.core import report
-from flash_attn_cuda.context_parallel import Band, steps
+from flash_attn_cuda.context_parallel import Band
 from flash_attn_cuda.context_parallel.schedule import Sight, gathering, ringing
 
 ENDLESS = 1e15
@@ -35,8 +33,6 @@ BARE = Constants(
     slowdown=0.0,
     sms=1,
 )
-FREE_TRANSFERS = replace(BARE, nvlink_gbps=ENDLESS, infiniband_gbps=ENDLESS)
-FREE_KERNELS = replace(BARE, forward_tflops=ENDLESS, backward_tflops=ENDLESS)
 
 EQUAL = Problem((4096,), 4)
 WINDOW = Problem((4096,), 4, band=Band(300, 0))
@@ -90,48 +86,7 @@ def test_bytes_are_those_of_the_exchanges_of_the_schedule(problem: Problem, sche
         assert len(kernels) == sum(len(hop.calls) for hop in schedule.hops)
 
 
-def test_an_exchange_of_ulysses_is_all_but_one_share() -> None:
-    """Of queries, keys, values and results, and of their gradients."""
-    heads, rows = EQUAL.heads, 1024
-    tensors = 2 * rows * heads.dim * (2 * heads.q + 2 * heads.k)
-    for which in PASSES:
-        assert run(EQUAL, "ulysses", which, Constants()).most_bytes == tensors * 3 // 4
-
-
-@pytest.mark.parametrize("band", [Band(), CAUSAL, Band(3, 0), Band(2, 4), Band(None, 2)])
-def test_pairs_of_a_part(band: Band) -> None:
-    for queries, keys, first_q, first_k in ((7, 9, 0, 0), (7, 9, 5, 2), (9, 4, 2, 8), (0, 3, 1, 1)):
-        part = steps.Part(0, (0, queries), (0, keys), first_q, first_k, band != Band())
-        counted = sum(
-            (band.left is None or j >= i - band.left)
-            and (band.right is None or j <= i + band.right)
-            for i in range(first_q, first_q + queries)
-            for j in range(first_k, first_k + keys)
-        )
-        assert visible_pairs(part, band) == counted
-
-
 # -- limits, and the closed form -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("problem", [EQUAL, WIDE])
-def test_without_transfers_there_is_compute_alone(problem: Problem) -> None:
-    for scheme, which, outcome in runs(problem, FREE_TRANSFERS):
-        share = problem.share_seconds(FREE_TRANSFERS, which)
-        assert outcome.slowest.end == pytest.approx(share, rel=1e-6), (scheme, which)
-    alone = run(Problem((4096,), 1), "all_gather", "forward", Constants())
-    assert alone.most_bytes == 0 and alone.slowest.exposed == 0.0
-
-
-def test_without_compute_there_are_transfers_alone() -> None:
-    full = replace(WIDE, band=Band())  # all ranks send and get the same
-    for scheme, which, outcome in runs(full, FREE_KERNELS):
-        seconds = outcome.most_bytes / FREE_KERNELS.nvlink_gbps / 1e9
-        assert outcome.slowest.end == pytest.approx(seconds, rel=0.01), (scheme, which)
-        assert outcome.slowest.exposed == pytest.approx(outcome.slowest.end, rel=1e-6)
-    latency = replace(FREE_KERNELS, nvlink_gbps=ENDLESS, nvlink_us=15.0)  # the floor of a hop
-    outcome = run(WIDE, "ring", "forward", latency)
-    assert outcome.slowest.end == pytest.approx(7 * 15e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize("per_node", [8, 1])
@@ -145,31 +100,6 @@ def test_the_closed_form(ranks: int, rows: int, per_node: int) -> None:
         one_hides = not 0.05 < found.exposed / found.end < 0.9
         tolerance = 0.02 if one_hides else 0.1
         assert found.end == pytest.approx(expected, rel=tolerance), (scheme, which)
-
-
-@pytest.mark.parametrize("problem", [EQUAL, DOCUMENTS])
-def test_a_better_machine_is_not_slower(problem: Problem) -> None:
-    slow = Constants(gpus_per_node=2, slowdown=0.0)
-    rates = ("forward_tflops", "backward_tflops", "memory_gbps", "nvlink_gbps", "infiniband_gbps")
-    latencies = ("launch_us", "part_us", "nvlink_us", "infiniband_us", "peer_us")
-    factors = {**dict.fromkeys(rates, 3.0), **dict.fromkeys(latencies, 0.2)}
-    before = [outcome.slowest.end for _, _, outcome in runs(problem, slow)]
-    for name, factor in factors.items():
-        after = runs(problem, replace(slow, **{name: getattr(slow, name) * factor}))
-        ends = [outcome.slowest.end for _, _, outcome in after]
-        assert all(x <= y * (1 + 1e-9) for x, y in zip(ends, before, strict=True)), name
-        assert ends != before, name
-
-
-@pytest.mark.parametrize("scheme", ["all_gather", "ring", "ulysses+ring"])
-def test_folded_ranks_are_as_slow_as_all_of_them(scheme: str) -> None:
-    problem = Problem((32 * 4096,), 32)
-    for which in PASSES:
-        all_of_them = run(problem, scheme, which, Constants())
-        folded = run(problem, scheme, which, Constants(), fold_above=8)
-        assert len(all_of_them.builders) == 32 and len(folded.builders) == 3
-        assert folded.most_bytes == all_of_them.most_bytes
-        assert 1 - 3 / 32 <= folded.slowest.end / all_of_them.slowest.end <= 1 + 1e-9
 
 
 # -- simulation ------------------------------------------------------------------------------------

@@ -169,18 +169,6 @@ def test_a_cache_comes_with_its_lengths_and_scales(monkeypatch) -> None:
     assert given == {"k": "k", "v": "v", "seqused_k": "lengths", "softmax_scale": 0.25}
 
 
-def test_a_library_by_its_name_comes_before_the_one_in_xformers(tmp_path, monkeypatch) -> None:
-    (tmp_path / "xformers/flash_attn_3").mkdir(parents=True)
-    inside = tmp_path / "xformers/flash_attn_3/_C.so"
-    inside.touch()
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "xformers")])
-    monkeypatch.setattr(fa3.importlib.util, "find_spec", lambda name: {"xformers": spec}[name])
-    monkeypatch.delenv(fa3.LIBRARY_VARIABLE, raising=False)
-    assert fa3.library_path() == str(inside) and "xformers" not in sys.modules
-    monkeypatch.setenv(fa3.LIBRARY_VARIABLE, "/elsewhere/fa3.so")
-    assert fa3.library_path() == "/elsewhere/fa3.so"
-
-
 def test_without_any_it_says_what_was_looked_for(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(fa3.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv(fa3.LIBRARY_VARIABLE, raising=False)
@@ -211,15 +199,6 @@ def test_another_build_is_checked_like_others(monkeypatch, tmp_path: Path) -> No
     for changes in ({"softcap": 3.0}, {"head_dim": 12}):
         with pytest.raises(Unsupported, match=r"softcap|multiples of 8"):
             BACKENDS["other_build"].prepare(replace(SMALL, **changes))
-
-
-def test_another_build_has_to_be_named(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(other_build.LIBRARY_VARIABLE, raising=False)
-    with pytest.raises(ImportError, match="FLASH_ATTN_CUDA_OTHER_BUILD is not set"):
-        other_build.other_attention()
-    monkeypatch.setenv(other_build.LIBRARY_VARIABLE, str(tmp_path / "_C.so"))
-    with pytest.raises(ImportError, match=r"_C\.so is no module of Python"):
-        other_build.other_attention()
 
 
 @pytest.mark.skipif(build_info.extension is None, reason="flash_attn_cuda._C is not built here")

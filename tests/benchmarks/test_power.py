@@ -50,12 +50,6 @@ def test_energy_is_taken_between_the_counters_steps(step_s: float) -> None:
     assert found == pytest.approx(700.0 * 2e-3, rel=0.02)
 
 
-@pytest.mark.parametrize(("step_s", "end"), [(0.3, 0.85), (5.0, 1.05)])
-def test_a_counter_that_hardly_moved_says_nothing(step_s: float, end: float) -> None:
-    turn = Turn(2.0, begin=0.05, end=end)
-    assert power_of(counted(700.0, step_s), [], [turn]).joules_per_call is None
-
-
 # NVML
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,9 @@ from benchmarks.core import (
     report,
     result_files,
 )
-from benchmarks.core.feature_tables import Column, Target, number
+from benchmarks.core.feature_tables import Column, Target
 from benchmarks.core.figures import FIGURES, Figure
 from benchmarks.core.performance_tables import TEXTS
-from flash_attn_cuda.installed import build_info
 from tests.benchmarks.cases import RESULT_FILES, needs_results
 
 EVERY = [figure for of_name in FIGURES.values() for figure in of_name]
@@ -76,12 +72,6 @@ def test_a_figure_is_the_same_each_time(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] and "forward, D = 64" in drawn[0]
 
 
-@pytest.mark.parametrize("name", ["speed", "power_h200", "speed_a100"])
-def test_a_figure_is_named_by_what_it_shows_and_its_card(name: str) -> None:
-    with pytest.raises(SystemExit, match="such as speed_h200"):
-        performance.main(["--figure", f"docs/{name}.svg"])
-
-
 # -- texts between markers -------------------------------------------------------------------------
 
 TEXT = "a\n<!-- generated: one -->\n<!-- end -->\nb\n<!-- generated: two -->\nx\n<!-- end -->\nc\n"
@@ -123,17 +113,6 @@ def test_a_source_is_file_commit_and_unusual_turns(tmp_path: Path, monkeypatch) 
     result_files.load.cache_clear()
 
 
-def test_figures_in_cells() -> None:
-    assert result_files.ratios([0.914, None, 1.0]) == "0.91, , 1.00"
-    assert result_files.ratios([None, None]) == ""
-    assert result_files.mean_and_lowest([1.0, 4.0]) == "2.00 (1.00)"
-    assert result_files.least_to_most([0.51, 0.25], 1) == "0.2 to 0.5"
-    assert [result_files.thousands(x) for x in (197, 512, 4096)] == ["197", "512", "4k"]
-    assert [number(3)(x) for x in (0.1234, 3.086, 25.54, 412.6, 1e4)] == [
-        *("0.12", "3.09", "25.5", "413", "10000"),
-    ]
-
-
 # -- what was measured, with what ------------------------------------------------------------------
 
 
@@ -149,14 +128,6 @@ def test_sources_that_git_knows_nothing_of(monkeypatch, status, changes) -> None
     facts = documents.environment("cpu")
     assert facts["torch"] == torch.__version__
     assert facts["commit"] == "abc" and facts["uncommitted_changes"] is changes
-
-
-def test_the_build_is_recorded_without_its_list_of_kernels(monkeypatch) -> None:
-    record = {"archs": ["90a"], "nvcc": "13.0.88", "instances": [{}, {}]}
-    monkeypatch.setattr(build_info, "build_record", lambda: record)
-    assert documents.build_facts() == {"archs": ["90a"], "nvcc": "13.0.88", "kernels": 2}
-    monkeypatch.setattr(build_info, "build_record", dict)  # without the extension
-    assert documents.build_facts() is None
 
 
 # -- tables of rows --------------------------------------------------------------------------------
@@ -329,31 +300,3 @@ def test_what_ends_well_fails_or_takes_too_long(tmp_path: Path, monkeypatch, cap
     assert commands["well"] == "LIMIT=80 --json benchmarks/results/h200_well.json"
     assert commands["late"] == "--late --json benchmarks/results/h200_late.json"
     assert figures.main([*options, "--seconds", "0", "well"]) == 1
-
-
-PROGRAMS = (
-    *("suites.grid", "suites.features", "suites.host_overhead", "suites.limits", "suites.masks"),
-    *("core.figures", "core.performance", "core.report", "suites.rotary"),
-)
-ALL_HELP = """
-import runpy, sys
-for name in sys.argv[1:]:
-    sys.argv = [name, "--help"]
-    try:
-        runpy.run_module("benchmarks." + name, run_name="__main__")
-    except SystemExit as end:
-        print("== ended", name, end.code)
-"""
-
-
-def test_programs_find_their_modules() -> None:
-    """In a process that starts where nothing is on the path."""
-    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", ALL_HELP, *PROGRAMS]
-    done = subprocess.run(
-        command, cwd=performance.ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = [line for line in done.stdout.splitlines() if line.startswith("== ended ")]
-    assert found == [f"== ended {program} 0" for program in PROGRAMS]
-    assert done.stdout.count("usage: ") == len(PROGRAMS)
