@@ -124,49 +124,6 @@ def test_an_auxiliary_kernel_may_not_spill() -> None:
 # Kernels and binding
 
 
-@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="needs nvcc")
-def test_kernels_build_from_table_to_archive(tmp_path, capfd, monkeypatch) -> None:
-    """The whole pipeline over a source tree of two files, for two archs."""
-    monkeypatch.setenv("CUTLASS_PATH", str(cutlass_headers(tmp_path / "cutlass_include")))
-    sources = tmp_path / "csrc"
-    for folder in ("flash_attn", "host", "auxiliary", "sm80/forward"):
-        (sources / folder).mkdir(parents=True)
-    for header in (REPO / "csrc/flash_attn").glob("*.h"):
-        (sources / "flash_attn" / header.name).write_text(header.read_text())
-    (sources / "host/build_record.h").write_text(
-        "namespace flash_attn_cuda { const char* build_record_json(); }\n"
-    )
-    (sources / "auxiliary/fill.cu").write_text("__global__ void fill(float* p) { *p = 0; }\n")
-    (sources / "sm80/forward/launch.h").write_text(
-        """
-        #include "flash_attn/instance.h"
-        namespace flash_attn_cuda::sm80 {
-        template <class Tag> __global__ void forward_kernel(int* p) { *p = Tag::config.head_dim; }
-        template <class Tag> void launch(const ForwardPlan&, const ForwardParams&, Stream stream) {
-          forward_kernel<Tag><<<1, 1, 0, stream>>>(nullptr);
-        }
-        template <class Tag> constexpr ForwardInstance make_forward_instance(const char* name) {
-          return {.name = name, .config = Tag::config, .smem_bytes = 77, .launch = &launch<Tag>};
-        }
-        }
-        """
-    )
-    options = build_kernels.BuildOptions(
-        archs="80;90a", rows="", jobs=1, build_dir=tmp_path / "build", source_dir=sources
-    )
-    archive = build_kernels.build(options, table=[ROW])
-    assert archive.stat().st_size > 0
-    assert re.search(
-        r"1 kernels for 80;90a, .* CPU-minutes.*, at most .* GiB a job, archive 0\.\d MiB",
-        capfd.readouterr().out,
-    )
-    assert resource_report.report(options.build_dir) == 0
-    report = capfd.readouterr().out
-    for arch in ("sm_80", "sm_90"):
-        line = rf"forward_kernel<{ROW.name}>\s+{arch}\s+\d+\s+0\s+0\s+77"
-        assert re.search(line, report), report
-
-
 def test_a_new_torch_is_named_where_the_binding_does_not_compile(monkeypatch, tmp_path) -> None:
     """Not where kernels do not."""
     torch = pytest.importorskip("torch")
