@@ -491,35 +491,18 @@ def ints(*shape: int) -> Tensor:
 
 
 # Whether packed, what is changed of a call with everything, and the error.
+# The rules and arrays themselves are in test_rules.py and test_arrays.py.
 WRONG: tuple[tuple[bool, dict[str, Any], type[Exception], str], ...] = (
     (False, {"block_rows": None}, ValueError,
      "block_rows: must be given with block_columns, got None"),
-    (False, {"block_columns": None}, ValueError,
-     "block_columns: must be given with block_rows, got None"),
-    (False, {"block_rows": None, "block_columns": None}, ValueError,
-     "mask_bits: must be None without a block mask, got a tensor"),
-    (False, {"block_rows": torch.zeros(2, 1, 1, 3)}, TypeError,
-     "block_rows: dtype must be torch.int32, got torch.float32"),
-    (False, {"block_rows": ints(2, 1, 2, 3)}, ValueError,
-     "block_rows: must have shape (2 or 1, 4 or 1, 1, 3), got (2, 1, 2, 3)"),
-    (True, {"block_rows": ints(2, 1, 2, 2)}, ValueError,
-     "block_rows: must have shape (2 or 1, 4 or 1, 1 or more, 3 or more), got (2, 1, 2, 2)"),
     (True, {"block_rows": ints(2, 1, 2, 3)}, ValueError,
      "block_columns: must have shape (2, 1, 1, 4) as block_rows has (2, 1, 2, 3)"),
     (False, {"block_columns": ints(1, 1, 1, 3)}, ValueError,
      "block_columns: must have shape (2, 1, 1, 3) as block_rows has (2, 1, 1, 3)"),
-    (False, {"mask_bits": ints(2, 1, 7, 3)}, ValueError,
-     "mask_bits: must have shape (2 or 1, 4 or 1, 7, 4), got (2, 1, 7, 3)"),
-    (True, {"mask_bits": ints(2, 1, 7, 8)}, ValueError,
-     "mask_bits: must have the rows and words of block_rows, (2, 1, 1, 3), got shape (2, 1, 7, 8)"),
     (False, {"bias": torch.zeros(4, 7, 9).double()}, ValueError,
      "bias: must have shape (2 or 1, 4 or 1, 7 or 1, 9), got (4, 7, 9)"),
     (False, {"bias": torch.zeros(1, 1, 1, 9).half()}, TypeError, "bias: dtype must be torch.float"),
     (False, {"sink": torch.zeros(4)}, TypeError, "sink: dtype must be torch.float64, got torch.f"),
-    (False, {"max_seqlen_k": 8}, ValueError, "max_seqlen_k: must be the length of k (9) without"),
-    (False, {"seqused_q": int32(7, 2)}, ValueError,
-     "seqused_q: must be None without cu_seqlens_q, got a tensor"),
-    (True, {"seqused_q": int32(7)}, ValueError, "seqused_q: must have shape (2,), got (1,)"),
 )  # fmt: skip
 OF_GRADIENTS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"bias": None}, ValueError, "wants_dbias: must be False without a bias, got True"),

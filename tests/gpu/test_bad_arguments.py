@@ -62,50 +62,32 @@ def new_keys(length: int, heads: int = 2) -> Tensor:
     return normal(2, length, heads, 64)
 
 
-NAN, INF = float("nan"), float("inf")
-ROTARY = {name: normal(9, 16) for name in ("rotary_cos", "rotary_sin")}
-
+NAN = float("nan")
 NEW = {"k": new_keys(1), "v": new_keys(1)}
 # Of a function: good arguments, and changes that each break one that the error names first. One of
-# each argument; the values that there are, tests/cpu breaks.
+# each kind of check: the rules and arrays that there are, tests/cpu/test_rules.py and
+# test_arrays.py break.
 BAD: dict[Callable[..., Any], tuple[tuple[Callable[..., dict[str, Any]], dict[str, Any]], ...]] = {
     flash_attn_func: (
         *((tensors, {"dropout_p": p}) for p in (1.0, NAN)),
-        *((tensors, {name: INF}) for name in ("softmax_scale", "softcap")),
-        *((tensors, {"k": (2, 6, n, 64), "v": (2, 6, n, 64)}) for n in (0, 3)),
-        (tensors, {"q": (2, 6, 0, 64)}),
+        (tensors, {"k": (2, 6, 3, 64), "v": (2, 6, 3, 64)}),
         *((tensors, {"window_size": window}) for window in ((1, 2, 3), "ab", 3)),
-        *((tensors, {"alibi_slopes": x}) for x in (torch.ones(3), torch.ones(4).half(), 0.5)),
+        *((tensors, {"alibi_slopes": x}) for x in (torch.ones(3), 0.5)),
     ),
     flash_attn_varlen_func: (
         *((packed, {"max_seqlen_q": n}) for n in (-1, "15")),
         (packed, {"cu_seqlens_q": (0, 10, 25, 40)}),
-        (packed, {"cu_seqlens_q": torch.tensor([0, 10, 25, 40])}),
-        *((packed, {"cu_seqlens_k": int32(x)}) for x in ((0, 10, 40), (), ((0, 10, 25, 40),))),
-        (packed, {"seqused_q": int32((1, 2))}),
-        (packed, {"seqused_k": torch.ones(3)}),
-        (packed, {"leftpad_k": int32((1, 2, 3, 4))}),
-        (packed, {"k": normal(2, 6, 2, 64)}),
+        (packed, {"cu_seqlens_k": int32((0, 10, 40))}),
         (packed, {"v": normal(41, 2, 64)}),
-        (packed, {"num_splits": -1}),
     ),
     flash_attn_with_kvcache: (
-        (cached, {"k_cache": normal(3, 9, 2, 64), "v_cache": normal(3, 9, 2, 64)}),
-        (cached, {"v_cache": normal(2, 8, 2, 64)}),
         (cached, {"k_cache": normal(2, 9, 2, 32)}),
         (cached, {"cache_seqlens": torch.tensor([4, 5])}),
         *((cached, {"cache_seqlens": n}) for n in (-1, 10)),
-        (cached, {"cache_batch_idx": int32((0,))}),
-        (cached, {"cache_leftpad": int32((0,))}),
-        (cached, {"v": new_keys(2), "k": new_keys(1)}),
         *((cached, {"k": x, "v": x}) for x in (new_keys(1, 4), new_keys(10))),
-        (cached, {"cache_seqlens": None, **NEW}),
-        (cached, {"num_splits": 257}),
         (cached, {"q": normal(2, 3, 4, 64).requires_grad_(), **NEW}),
         (cached, {"k_cache": normal(2, 9, 2, 64).requires_grad_(), **NEW}),
-        *((paged, {"block_table": x}) for x in (int32((1, 2)), torch.ones(2, 2))),
-        (cached, {**ROTARY}),
-        (cached, {"rotary_cos": normal(9, 40), "rotary_sin": normal(9, 40), **NEW}),
+        (paged, {"block_table": int32((1, 2))}),
     ),
 }
 CALLS = [(function, *each) for function, changes in BAD.items() for each in changes]
@@ -169,14 +151,6 @@ def test_tensors_on_another_device(function: Any, arguments: Any, name: str) -> 
     given[name] = given[name].cpu()
     with pytest.raises((ValueError, RuntimeError), match=rf"\b{name}\b.*cpu"):
         function(**given)
-
-
-@pytest.mark.cuda_only
-@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_q", "seqused_k", "leftpad_k"])
-def test_optional_tensors_on_another_device(name: str) -> None:
-    value = torch.ones(4) if name == "alibi_slopes" else torch.ones(3, dtype=torch.int32)
-    with pytest.raises((ValueError, RuntimeError), match=rf"\b{name}\b.*cpu"):
-        flash_attn_varlen_func(**packed(**{name: value}))
 
 
 # -- the private operators -------------------------------------------------------------------------

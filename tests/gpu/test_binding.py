@@ -74,31 +74,12 @@ BAD_INPUTS = {
     "k on the CPU": (ValueError, "k: must be a CUDA tensor, got one on cpu", {"k": torch.zeros(1)}),
     "fp32": (TypeError, "q: dtype must be float16 or bfloat16, got torch.float32",
         {"q": torch.float32}),
-    "mixed": (TypeError, r"v: must have the dtype of q \(torch.bfloat16\), got torch.float16",
-        {"v": torch.half}),
-    "3-D": (ValueError, "k: must have 4 dimensions", {"k": (SEQLEN, HEADS, HEAD_DIM)}),
     "head_dim 59": (ValueError,
         r"q: last dimension \(head_dim\) must be a multiple of 8 on CUDA, got 59",
         {"q": (2, 40, 4, 59), "k": (2, 40, 4, 59)}),
-    "head_dim 520": (ValueError, "must be from 1 to 512, got 520", {"q": (2, 40, 4, 520)}),
-    "no query head": (ValueError, "q: must have at least one head", {"q": (2, 40, 0, 64)}),
-    "no key head": (ValueError, "k: must have at least one head", {"k": (2, 40, 0, 64)}),
-    "heads": (ValueError, r"k: number of heads must divide that of q \(4\), got 3",
-        {"k": (2, 40, 3, 64)}),
-    "batch": (ValueError, r"k: batch must be that of q \(2\), got 3",
-        {"k": (3, 40, 4, 64), "v": (3, 40, 4, 64)}),
-    "k head_dim": (ValueError, r"k: last dimension .* that of q \(64\), got 32",
-        {"k": (2, 40, 4, 32)}),
-    "v": (
-        ValueError,
-        r"v: must have the shape of k but for the last dimension, \(2, 40, 4, 64\), got",
-        {"v": (2, 41, 4, 64)},
-    ),
     "v head_dim 60": (ValueError,
         r"v: last dimension \(head_dim_v\) must be a multiple of 8 on CUDA, got 60",
         {"v": (2, 40, 4, 60)}),
-    "v head_dim 520": (ValueError,
-        r"v: last dimension \(head_dim_v\) must be from 1 to 512, got 520", {"v": (2, 40, 4, 520)}),
 }  # fmt: skip
 
 
@@ -124,17 +105,10 @@ def test_bad_inputs(extension: Any, name: str) -> None:
         ("p_dropout", 1.0, ValueError),
         ("softmax_scale", math.nan, ValueError),
         ("softcap", 1e-40, ValueError),
-        ("alibi_slopes", torch.zeros(HEADS), ValueError),  # on the CPU
-        ("alibi_slopes", torch.half, TypeError),
-        ("alibi_slopes", (BATCH + 1, HEADS), ValueError),
         ("unused_generator", torch.Generator(), NotImplementedError),
     ],
 )
 def test_bad_options(extension: Any, argument: str, value: Any, error: type[Exception]) -> None:
-    if isinstance(value, torch.dtype):
-        value = tensor(HEADS, dtype=value)
-    elif isinstance(value, tuple):
-        value = tensor(*value, dtype=torch.float32)
     with pytest.raises(error, match=f"^{argument}: .*must (be|have)"):
         forward(extension, tensor(), tensor(), tensor(), **{argument: value})
 
