@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Rooms whose tests start other programs come first, so that no worker ends on a long one.
-FIRST_ROOMS = ("examples", "building", "context_parallel", "benchmarks", "surfaces")
-# Where modules keep processes, a trained model or a tree to build: one worker runs all of a module.
-KEEPING = ("examples", "context_parallel", "building/test_wheel", "surfaces/test_.*ring")
+FIRST_ROOMS = ("host", "examples", "building", "context_parallel", "benchmarks", "surfaces")
+# Where modules keep processes, objects, a model or a tree to build: one worker runs a module.
+KEEPING = ("host", "examples", "context_parallel", "building/test_wheel", "surfaces/test_.*ring")
 
 
 @pytest.hookimpl(optionalhook=True)
