@@ -13,11 +13,7 @@ from torch import Tensor
 
 from flash_attn_cuda import (
     flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
 from flash_attn_cuda.functions.interface import (
@@ -27,7 +23,7 @@ from flash_attn_cuda.functions.interface import (
     _flash_attn_varlen_forward,
 )
 from tests.cases.bad_input import int32, normal, varlen_inputs
-from tests.cases.harness import DEVICE, bits
+from tests.cases.harness import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -213,43 +209,3 @@ def test_rng_state_on_another_device() -> None:
     arguments["rng_state"] = arguments["rng_state"].cpu()
     with pytest.raises((ValueError, TypeError), match=r"^rng_state: .*cpu"):
         function(**arguments)
-
-
-# -- odd but right ---------------------------------------------------------------------------------
-
-
-def test_windows_of_odd_signs() -> None:
-    """Any negative bound is no bound, each side on its own; None and tensors are windows too."""
-    given = tensors()
-
-    def attend(window: Any) -> Tensor:
-        return flash_attn_func(**given, window_size=window)
-
-    for odd, plain in (
-        ((-5, -7), (-1, -1)),
-        ((-5, 2), (-1, 2)),
-        ((2, -(2**31)), (2, -1)),
-        ((None, 0), (-1, 0)),
-        ((3, None), (3, -1)),
-        ([1, 1], (1, 1)),
-        (torch.tensor([2, 0]), (2, 0)),
-        ((2**31 - 1, 2**31 - 1), (-1, -1)),
-        ((2**31 - 1, 0), (-1, 0)),
-    ):
-        assert torch.equal(bits(attend(odd)), bits(attend(plain))), odd
-
-
-def test_packed_forms_name_their_own_arguments() -> None:
-    with pytest.raises((ValueError, TypeError), match=r"^qkv: "):
-        flash_attn_qkvpacked_func(normal(2, 6, 2, 4, 64))
-    with pytest.raises((ValueError, TypeError), match=r"^kv: "):
-        flash_attn_kvpacked_func(normal(2, 6, 4, 64), normal(2, 6, 3, 2, 64))
-    cu_seqlens = int32((0, 4, 6))
-    with pytest.raises((ValueError, TypeError), match=r"^qkv: "):
-        flash_attn_varlen_qkvpacked_func(normal(6, 2, 4, 64), cu_seqlens, 4)
-    with pytest.raises((ValueError, TypeError), match=r"^kv: "):
-        flash_attn_varlen_kvpacked_func(
-            normal(6, 4, 64), normal(6, 3, 2, 64), cu_seqlens, cu_seqlens, 4, 4
-        )
-    with pytest.raises((ValueError, TypeError), match=r"^cu_seqlens: "):
-        flash_attn_varlen_qkvpacked_func(normal(6, 3, 4, 64), cu_seqlens.long(), 4)
