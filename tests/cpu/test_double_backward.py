@@ -1,4 +1,4 @@
-"""Second derivatives by torch's own checks and transforms. Numbers: test_derivatives.py."""
+"""Second derivatives by torch's own transforms. Numbers: test_derivatives.py."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_cuda import flash_attn_func, flash_attn_qkvpacked_func
-from tests.cases.attention import Alibi
-from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
-from tests.cases.masked import MaskedCase, RandomBias, RandomMask, masked_dense, masked_varlen
+from flash_attn_cuda import flash_attn_func
+from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.masked_operators import backward_fields
 from tests.cases.operators import gradients_arguments
-from tests.cases.second_order import (
-    LEAVES,
-    DerivativeCase,
-)
+from tests.cases.second_order import LEAVES
 from tests.reference import attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _ops = torch.ops.flash_attn_cuda
-FP64: dict[str, Any] = {"device": "cpu", "head_dim": 8, "dtype": torch.float64}
 EVERY = (0, 1, 2, 3, 4)
 
 
@@ -107,60 +101,6 @@ def test_one_result_alone(index: int) -> None:
 
     for found, wanted in zip(of(attend), of(expected), strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-# -- torch's own checks ----------------------------------------------------------------------------
-
-SMALL: dict[str, Any] = {
-    **FP64, "batch": 1, "seqlen_q": 3, "seqlen_k": 4, "num_heads_q": 2, "num_heads_k": 1,
-    "head_dim": 2,
-}  # fmt: skip
-SMALL_PACKED = {x: y for x, y in SMALL.items() if x not in ("batch", "seqlen_q", "seqlen_k")}
-CHECKED: dict[str, MaskedCase] = {
-    "causal": masked_dense(**SMALL | {"causal": True, "seqlen_q": 5, "head_dim_v": 3}),
-    "window": masked_dense(**SMALL | {"window": (1, 0), "alibi": Alibi.per_batch}),
-    "softcap": masked_dense(**SMALL | {"softcap": 0.8}),
-    "dropout": masked_dense(**SMALL | {"dropout_p": 0.3}),
-    "bias": masked_dense(None, RandomBias("hq", hidden=0.2), **SMALL),
-    "mask": masked_dense(RandomMask(0.6, 1, "hq"), None, torch.float64, **SMALL),
-    "packed": masked_varlen(lengths_q=(2, 0, 3), lengths_k=(3, 1, 2), **SMALL_PACKED),
-}
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_gradcheck(name: str) -> None:
-    """Both modes of the first derivative, and both over reverse mode of the second."""
-    problem = DerivativeCase(CHECKED[name]).make_problem()
-    hidden = {name: x == -torch.inf for name, x in problem.leaves.items()}
-    points = [x.masked_fill(x == -torch.inf, 0.0) for x in problem.leaves.values()]
-
-    def function(*x: Tensor) -> tuple[Tensor, ...]:
-        """With numbers for what is infinite, which has no differences."""
-        leaves = dict(zip(problem.leaves, x, strict=True))
-        leaves = {name: x.masked_fill(hidden[name], -torch.inf) for name, x in leaves.items()}
-        return tuple(x.masked_fill(x == -torch.inf, 0.0) for x in problem.attend(leaves))
-
-    leaves = [x.requires_grad_() for x in points]
-    assert gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
-    assert gradgradcheck(function, leaves, check_fwd_over_rev=True, fast_mode=True)
-
-
-def test_gradcheck_of_every_element() -> None:
-    shapes = ((1, 2, 2, 2), (1, 3, 1, 2), (1, 3, 1, 1))
-    leaves = [torch.randn(x, dtype=torch.float64, requires_grad=True) for x in shapes]
-
-    def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_func(*x, causal=True, return_attn_probs=True)[:2]
-
-    batched = {"check_batched_grad": True, "check_batched_forward_grad": True}
-    assert gradcheck(attend, leaves, check_forward_ad=True, **batched)
-    assert gradgradcheck(attend, leaves, check_fwd_over_rev=True, check_batched_grad=True)
-
-
-def test_gradgradcheck_of_packed_tensors() -> None:
-    qkv = torch.randn(1, 3, 3, 1, 2, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(flash_attn_qkvpacked_func, qkv, check_forward_ad=True, fast_mode=True)
-    assert gradgradcheck(flash_attn_qkvpacked_func, qkv, check_fwd_over_rev=True, fast_mode=True)
 
 
 # -- transforms ------------------------------------------------------------------------------------
