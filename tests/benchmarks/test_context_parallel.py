@@ -23,19 +23,8 @@ def test_transfers_beside_kernels_and_alone() -> None:
 
 
 def test_problems_and_contenders() -> None:
-    options = speed.parse_arguments(
-        [
-            "--seqlens",
-            "16384",
-            "32768",
-            "65536",
-            "--head-groups",
-            "8",
-            "1,7",
-            "--ulysses-sizes",
-            "2",
-        ]
-    )
+    given = "--seqlens 16384 32768 65536 --head-groups 8 1,7 --ulysses-sizes 2"
+    options = speed.parse_arguments(given.split())
     problems = speed.problems(options)
     limits = [target and target.limit for target in (x.target() for x in problems)]
     assert limits == [None, 0.90, 0.95, 0.90, 0.90]

@@ -20,17 +20,10 @@ DOCUMENTS = [
     for folder in (REPO, REPO / "docs", REPO / "benchmarks", RESULTS)
     for path in sorted(folder.glob("*.md"))
 ]
+FOLDERS = "benchmarks build_tools csrc examples flash_attn_cuda kernel_table tests"
 SOURCES = [
     path
-    for folder in (
-        "benchmarks",
-        "build_tools",
-        "csrc",
-        "examples",
-        "flash_attn_cuda",
-        "kernel_table",
-        "tests",
-    )
+    for folder in FOLDERS.split()
     for suffix in ("py", "h", "cpp", "cu")
     for path in sorted((REPO / folder).rglob(f"*.{suffix}"))
 ]
