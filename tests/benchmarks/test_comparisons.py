@@ -442,6 +442,3 @@ def test_the_worst_tile_counts() -> None:
     assert mask_tables.worst_tile(actual, expected) == pytest.approx(0.5)
     actual[0, 0, 0] = torch.nan
     assert mask_tables.worst_tile(actual, expected) == torch.inf
-
-
-# -- what is measured by default -------------------------------------------------------------------

@@ -314,8 +314,8 @@ def odd_cases() -> Iterator[Case]:
 
 
 def latent_cases() -> Iterator[KvCacheCase]:
-    """Of every row of absorbed latent attention: CTAs that share keys and that do not, boxes of pages
-    and of heads of each size, and what TMA cannot load.
+    """Of every row of absorbed latent attention: CTAs that share keys and that do not, boxes of
+    pages and of heads of each size, and what TMA cannot load.
     """
     base = KvCacheCase(cached=(1900, 0, 37), capacity=2048, causal=True, **LATENT)
     yield replace(base, num_heads_q=16, page_size=64)
