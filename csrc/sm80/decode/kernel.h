@@ -104,16 +104,16 @@ CUTE_DEVICE void load_queries(DecodeArguments const& args, TensorView const& vie
 // needs registers for two steps.
 template <class Fragment>
 struct SharedQueries {
-  static constexpr int num_steps = decltype(size<2>(Fragment{}))::value;  // of 16 columns
+  static constexpr int steps = decltype(size<2>(Fragment{}))::value;  // of 16 columns
 
-  uint4* steps;  // (steps, lanes)
+  const uint4* source;  // (steps, lanes)
   int lane;
   Fragment fragment;
 
-  CUTE_DEVICE void load(int k) { at(fragment, k) = steps[k * 32 + lane]; }
-  CUTE_DEVICE void leave(Fragment& whole) const {
+  CUTE_DEVICE void load(int k) { at(fragment, k) = source[k * 32 + lane]; }
+  CUTE_DEVICE static void leave(uint4* target, int lane, Fragment& whole) {
     CUTE_UNROLL
-    for (int k = 0; k < num_steps; ++k) steps[k * 32 + lane] = at(whole, k);
+    for (int k = 0; k < steps; ++k) target[k * 32 + lane] = at(whole, k);
   }
 
   // A step's four registers of a fragment.
@@ -239,7 +239,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   auto cQv =
       a_share(mma, make_identity_tensor(Shape<Int<block_m>, Int<Traits::value_columns>>{}), lane);
   [[maybe_unused]] auto tSrQv = make_tensor<Factor>(shape(cQv));
-  [[maybe_unused]] SharedQueries<decltype(tSrQv)> qv{shared_queries + q.num_steps * 32, lane, {}};
+  [[maybe_unused]] SharedQueries<decltype(tSrQv)> qv{shared_queries + q.steps * 32, lane, {}};
   [[maybe_unused]] float query_unit = 1.0f;
   if (!Traits::shares_queries || group == 0) {
     load_queries<Traits>(args, params.q, params.shape.head_dim, sequence, rows,
@@ -250,12 +250,12 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   }
   if constexpr (Traits::shares_queries) {
     if (group == 0) {
-      q.leave(tSrQ);
+      q.leave(shared_queries, lane, tSrQ);
       if (Traits::is_e4m3 && lane == 0) smem.query_units[warp] = query_unit;
       if constexpr (Traits::is_latent) {
         load_queries<Traits>(args, params.qv, params.shape.head_dim_v, sequence, rows,
                              part * Traits::value_columns, cQv, tSrQv);
-        qv.leave(tSrQv);
+        qv.leave(shared_queries + q.steps * 32, lane, tSrQv);
       }
     }
     __syncthreads();
