@@ -60,7 +60,7 @@ SHAPES: dict[str, list[Call]] = {
         causal=True,
     ),
     "columns": grid(
-        **(LATENT | {"head_dim": [64, 32], "head_dim_v": [512, 256]}), dtype=DTYPES,
+        **(LATENT | {"head_dim": [64, 24], "head_dim_v": [512, 456, 256, 200]}), dtype=DTYPES,
         cached=(LONG, 64, 3), capacity=LONG, num_heads_q=[8, 64], page_size=[None, 48],
         seqlens_q=2, causal=True,
     ),

@@ -320,7 +320,7 @@ def latent_cases() -> Iterator[KvCacheCase]:
     base = KvCacheCase(cached=(1900, 0, 37), capacity=2048, causal=True, **LATENT)
     yield replace(base, num_heads_q=16, page_size=64)
     yield replace(base, num_heads_q=17, page_size=16, seqlens_q=(3, 0, 2), softcap=5.0)
-    yield replace(base, num_heads_q=12, head_dim_v=256, window=(100, 3), sink=torch.float32)
+    yield replace(base, num_heads_q=12, head_dim_v=200, window=(100, 3), sink=torch.float32)
     yield replace(base, num_heads_q=64, head_dim_v=256, head_dim=32, page_size=48)
     append: dict[str, Any] = {"seqlens_q": 2, "seqlens_new": 2, "rotary_dim": 32}
     yield replace(base, num_heads_q=128, dtype=torch.float16, page_size=256, **append)

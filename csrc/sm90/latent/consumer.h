@@ -330,14 +330,16 @@ struct LatentConsumer {
       const LatentRow row = latent_row<Traits>(args.group, work, row_of(i));
       if (row.query >= work.sequence.rows_q) continue;
       auto* target = static_cast<Element*>(out.data) +
-                     output_offset(out, work.sequence, row.head, row.query) +
-                     warpgroup * own_values * Traits::piece_columns;
+                     output_offset(out, work.sequence, row.head, row.query);
       CUTE_UNROLL
       for (int t = 0; t < own_values; ++t) {
         auto output = rows_cols_view(tOrO[t]);
+        const int first = (warpgroup * own_values + t) * Traits::piece_columns;
         CUTE_UNROLL
-        for (int h = 0; h < 2; ++h)
-          target[t * Traits::piece_columns + key_of(h)] = Element(output(h, i));
+        for (int h = 0; h < 2; ++h) {
+          const int column = first + key_of(h);
+          if (column < args.params.shape.head_dim_v) target[column] = Element(output(h, i));
+        }
       }
     }
   }

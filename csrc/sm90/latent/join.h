@@ -121,8 +121,9 @@ __global__ void __launch_bounds__(32 * join_warps)
       const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
       auto* target = static_cast<Element*>(out.data) + column +
                      output_offset(out, work.sequence, place_of_row.head, place_of_row.query);
-      target[0] = Element(joined.out[i][0] * total.inverse());
-      target[8] = Element(joined.out[i][1] * total.inverse());
+      const int columns = args.params.shape.head_dim_v - column;  // from here on
+      if (columns > 0) target[0] = Element(joined.out[i][0] * total.inverse());
+      if (columns > 8) target[8] = Element(joined.out[i][1] * total.inverse());
       if (column == 0)
         *lse_row(args.params, work.sequence, place_of_row.head, place_of_row.query) = total.lse();
     }
