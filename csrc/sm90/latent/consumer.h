@@ -329,8 +329,8 @@ struct LatentConsumer {
     for (int i = 0; i < columns; ++i) {
       const LatentRow row = latent_row<Traits>(args.group, work, row_of(i));
       if (row.query >= work.sequence.rows_q) continue;
-      auto* target = static_cast<Element*>(out.data) +
-                     output_offset(out, work.sequence, row.head, row.query);
+      auto* target =
+          static_cast<Element*>(out.data) + output_offset(out, work.sequence, row.head, row.query);
       CUTE_UNROLL
       for (int t = 0; t < own_values; ++t) {
         auto output = rows_cols_view(tOrO[t]);
