@@ -75,7 +75,7 @@ def flash_mla_with_kvcache(
     extra_topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """flash_attn_cuda.flash_attn_with_kvcache of queries and pages whose first head_dim_v columns
-    are latent, and the others rotary. The pages are read where they lie.
+    are latent, and the others, if there are any, rotary. The pages are read where they lie.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), of fp16 or bf16.
@@ -83,7 +83,7 @@ def flash_mla_with_kvcache(
             strides but that of its columns.
         block_table: (batch, max_pages), int32.
         cache_seqlens: (batch,), int32.
-        head_dim_v: below head_dim: columns that are values.
+        head_dim_v: up to head_dim: columns that are values.
         tile_scheduler_metadata, num_splits: not read.
         softmax_scale: None for head_dim ** -0.5, as there. A model's is that of the head dim that
             it has without absorption.
@@ -93,9 +93,9 @@ def flash_mla_with_kvcache(
         +inf of a query that sees no key, as there.
 
     Raises:
-        As flash_attn_cuda.flash_attn_with_kvcache. ValueError: head_dim_v is not from 1 to head_dim
-        - 1. NotImplementedError: is_fp8_kvcache; indices, attn_sink and what follows them, which
-        there are of chosen keys alone.
+        As flash_attn_cuda.flash_attn_with_kvcache. ValueError: head_dim_v is not from 1 to
+        head_dim. NotImplementedError: is_fp8_kvcache; indices, attn_sink and what follows them,
+        which there are of chosen keys alone.
     """
     if is_fp8_kvcache:
         raise NotImplementedError(
@@ -113,19 +113,23 @@ def flash_mla_with_kvcache(
     given = {"q": q, "k_cache": k_cache, "block_table": block_table}
     for name, tensor in (given | {"cache_seqlens": cache_seqlens}).items():
         check_tensor(name, tensor)
-    if not 1 <= head_dim_v < q.shape[-1]:
+    head_dim = q.shape[-1]
+    if not 1 <= head_dim_v <= head_dim:
         raise ValueError(
-            f"head_dim_v: must be from 1 to {q.shape[-1] - 1}, below q's head_dim, got {head_dim_v}"
+            f"head_dim_v: must be from 1 to {head_dim}, q's head_dim, got {head_dim_v}"
         )
+    # Where nothing is rotary, a value is its key.
+    has_rotary = head_dim_v < head_dim
+    queries, keys = (x[..., head_dim_v if has_rotary else 0 :] for x in (q, k_cache))
     try:
         out, softmax_lse = flash_attn_with_kvcache(
-            q[..., head_dim_v:],
-            k_cache[..., head_dim_v:],
+            queries,
+            keys,
             k_cache[..., :head_dim_v],
-            qv=q[..., :head_dim_v],
+            qv=q[..., :head_dim_v] if has_rotary else None,
             cache_seqlens=cache_seqlens,
             block_table=block_table,
-            softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
             causal=causal,
             return_softmax_lse=True,
         )

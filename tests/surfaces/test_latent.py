@@ -105,8 +105,11 @@ def test_what_flash_mla_refuses(name: str) -> None:
 
 def test_head_dims_of_flash_mla() -> None:
     q, pages = normal(2, 3, 4, 48), normal(4, 4, 1, 48)
-    for head_dim_v in (0, 48):
-        with pytest.raises(ValueError, match=r"^head_dim_v: must be from 1 to 47, .*"):
+    for head_dim_v in (0, 49):
+        with pytest.raises(ValueError, match=r"^head_dim_v: must be from 1 to 48, .*"):
             flash_mla.flash_mla_with_kvcache(q, pages, TABLE, USED, head_dim_v, None)
+    out, _ = flash_mla.flash_mla_with_kvcache(q, pages, TABLE, USED, 48, None)
+    given = {"block_table": TABLE, "cache_seqlens": USED}
+    assert torch.equal(out, flash_attn_with_kvcache(q, pages, pages, **given))
     with pytest.raises(ValueError, match=r"^k_cache: last dimension"):
         flash_mla.flash_mla_with_kvcache(q, pages[..., :40], TABLE, USED, 32, None)
