@@ -11,22 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import latent
 
-SMALL = [
-    "--device",
-    "cpu",
-    "--heads",
-    "2",
-    "--layers",
-    "2",
-    "--width",
-    "32",
-    "--batch",
-    "2",
-    "--steps",
-    "3",
-    "--prompt-length",
-    "63",
-]
+SIZES = {"heads": 2, "layers": 2, "width": 32, "batch": 2, "steps": 3, "prompt-length": 63}
+SMALL = ["--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
 
 
 def test_steps_are_the_whole_sequence(capsys: pytest.CaptureFixture[str]) -> None:
