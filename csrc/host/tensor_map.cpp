@@ -40,6 +40,7 @@ struct MapSpec {
   std::array<cuuint64_t, kRank> sizes;
   std::array<cuuint64_t, kRank - 1> strides;
   std::array<cuuint32_t, kRank> box;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
 // A row of a box that TMA loads fills a row of the swizzle, or is 16 bytes and needs none.
@@ -54,14 +55,6 @@ CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns, Dtype dtype) {
   }
 }
 
-// How much L2 fetches around what a box wants of it: rows that are no multiples of 256 bytes apart,
-// as those of a joined latent cache, took 6 % longer with as much.
-template <std::size_t kRank>
-CUtensorMapL2promotion promotion_of(const MapSpec<kRank>& spec) {
-  return spec.strides[0] % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-                                    : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-}
-
 template <std::size_t kRank>
 CUtensorMap encode_map(const MapSpec<kRank>& spec) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encode();
@@ -74,8 +67,8 @@ CUtensorMap encode_map(const MapSpec<kRank>& spec) {
                   spec.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                   kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
-                  element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                  promotion_of(spec), CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                  element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, spec.promotion,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = try_encode();
   if (status == CUDA_ERROR_INVALID_CONTEXT) {
@@ -151,7 +144,9 @@ CUtensorMap make_tensor_map(const TensorView& view, Dtype dtype, const TensorExt
                  dim(extent.num_heads), dim(extent.batch_size)},
        .strides = {row_stride, row_stride, bytes(view.head_stride, extent.num_heads),
                    bytes(view.batch_stride, extent.batch_size)},
-       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1, 1}});
+       .box = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1, 1},
+       .promotion = box.is_narrow_in_l2 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                        : CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
 }
 
 CUtensorMap make_heads_map(const TensorView& view, Dtype dtype, const TensorExtent& extent,

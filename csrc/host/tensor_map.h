@@ -11,8 +11,9 @@ namespace flash_attn_cuda {
 // What one TMA instruction moves of a tensor: `rows` of one head, `columns` of head_dim or, of a
 // bias, keys.
 struct TensorBox {
-  int rows;     // at most 256
-  int columns;  // 64 (128-byte swizzle), 32 (64-byte swizzle) or 8 (none)
+  int rows;                      // at most 256
+  int columns;                   // 64 (128-byte swizzle), 32 (64-byte swizzle) or 8 (none)
+  bool is_narrow_in_l2 = false;  // L2 fetches 128 bytes around what a box wants, not 256
 };
 
 // The extents of a call's tensors; k and v as a paged cache has them.

@@ -35,8 +35,11 @@ void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream 
   const bool is_paged = params.paged.block_table != nullptr;
   const int box_rows =
       is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
+  // Rows of a joined cache are 1,152 bytes apart: with 256 bytes around each box they took 6 %
+  // longer.
   const auto key_map = [&](const TensorView& view, const TensorExtent& extent) {
-    return make_tensor_map(view, params.dtype, extent, {box_rows, Traits::piece_columns});
+    const TensorBox box{box_rows, Traits::piece_columns, /*is_narrow_in_l2=*/true};
+    return make_tensor_map(view, params.dtype, extent, box);
   };
   const int query_box_rows = std::gcd(params.shape.heads_per_key_head(), Traits::block_m);
   const auto query_map = [&](const TensorView& view, TensorExtent extent, int columns) {
