@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,39 @@ COLUMNS = (
 )
 
 
+class GraphedGroup:
+    """Calls over a cache, of which a graph holds many."""
+
+    device: str
+    kv_bytes: int  # keys and values that a call reads
+
+    @property
+    def estimate_ms(self) -> float:
+        """Of a call."""
+        return self.kv_bytes / ESTIMATE_BYTES_PER_MS + ESTIMATE_LAUNCH_MS
+
+    @property
+    def on_cuda(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def copies(self) -> int:
+        if not self.on_cuda:
+            return 1
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return max(1, math.ceil(CACHE_MULTIPLE * cache / self.kv_bytes))
+
+    @property
+    def calls(self) -> int:
+        """Of a graph: each copy equally often, for long enough to be timed."""
+        copies = self.copies
+        return (
+            copies * math.ceil(GRAPH_MS / (copies * self.estimate_ms)) if self.on_cuda else copies
+        )
+
+
 @dataclass(frozen=True)
-class DecodeGroup:
+class DecodeGroup(GraphedGroup):
     """One batch of cached sequences, lengths in tokens, and what its dense cache must reach."""
 
     name: str
@@ -76,32 +108,13 @@ class DecodeGroup:
         return len(self.lengths)
 
     @property
-    def on_cuda(self) -> bool:
-        return torch.device(self.device).type == "cuda"
-
-    @property
     def capacity(self) -> int:
         """Rows of a sequence in the cache."""
         return math.ceil(max(self.lengths) / ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that a call reads."""
         return 2 * sum(self.lengths) * self.num_heads_k * self.head_dim * self.dtype.itemsize
-
-    @property
-    def copies(self) -> int:
-        if not self.on_cuda:
-            return 1
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return max(1, math.ceil(CACHE_MULTIPLE * cache / self.kv_bytes))
-
-    @property
-    def calls(self) -> int:
-        """Of a graph: each copy equally often, for long enough to be timed."""
-        estimate_ms = self.kv_bytes / ESTIMATE_BYTES_PER_MS + ESTIMATE_LAUNCH_MS
-        copies = self.copies
-        return copies * math.ceil(GRAPH_MS / (copies * estimate_ms)) if self.on_cuda else copies
 
 
 def groups(device: str = "cuda", quick: bool = False) -> list[DecodeGroup]:
@@ -236,9 +249,9 @@ def targets_of(group: DecodeGroup, name: str) -> list[Target]:
     return [Target("over_dense", 0.9)] if name.startswith("paged") else []
 
 
-def graph_of(prepare: Callable[[Caches], NumberedCall], caches: Caches) -> list[Call]:
-    """One call that is a whole graph; without CUDA the same calls in a loop."""
-    attend, group = prepare(caches), caches.group
+def graph_of(prepare: Callable[[Any], NumberedCall], inputs: Any) -> list[Call]:
+    """One call that is a whole graph, of inputs.group; without CUDA the same calls in a loop."""
+    attend, group = prepare(inputs), inputs.group
     order = [index % group.copies for index in range(group.calls)]
 
     def run() -> None:

@@ -6,19 +6,18 @@ comes from memory: 576 columns of bf16 a key, of which the first 512 are the val
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from benchmarks.core.feature_tables import Column, Row, number, quotient, ratio, timing_of
-from benchmarks.core.runner import Call, Subject, measure
+from benchmarks.core.runner import Subject, measure
 from benchmarks.core.turns import Protocol
 from benchmarks.peers.backends import found, require_cuda, require_ours
 from benchmarks.peers.fa3 import flash_attention_3_latent
-from benchmarks.suites.decode import CACHE_MULTIPLE, ESTIMATE_LAUNCH_MS, GRAPH_MS, CapturedCalls
+from benchmarks.suites.decode import GraphedGroup, NumberedCall, graph_of
 
 OURS, FA3 = "ours", "FlashAttention-3"
 ESTIMATE_FLOP_PER_MS = 4e11
@@ -32,11 +31,9 @@ COLUMNS = (
     Column("FA3 /", "over_fa3", ratio),
 )
 
-NumberedCall = Callable[[int], object]  # takes the number of a copy
-
 
 @dataclass(frozen=True)
-class LatentGroup:
+class LatentGroup(GraphedGroup):
     heads: int
     batch: int
     keys: int
@@ -50,10 +47,6 @@ class LatentGroup:
         return f"{self.heads} heads, B{self.batch} S{self.keys}, {self.queries} queries"
 
     @property
-    def on_cuda(self) -> bool:
-        return torch.device(self.device).type == "cuda"
-
-    @property
     def kv_bytes(self) -> int:
         return 2 * self.batch * self.keys * (self.latent + self.rope)
 
@@ -63,18 +56,8 @@ class LatentGroup:
         return 2 * self.batch * self.keys * self.heads * self.queries * products
 
     @property
-    def copies(self) -> int:
-        if not self.on_cuda:
-            return 1
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return max(1, math.ceil(CACHE_MULTIPLE * cache / self.kv_bytes))
-
-    @property
-    def calls(self) -> int:
-        """Of a graph, as decode.DecodeGroup.calls."""
-        estimate_ms = self.kv_bytes / 4e9 + self.flop / ESTIMATE_FLOP_PER_MS + ESTIMATE_LAUNCH_MS
-        copies = self.copies
-        return copies * math.ceil(GRAPH_MS / (copies * estimate_ms)) if self.on_cuda else copies
+    def estimate_ms(self) -> float:
+        return super().estimate_ms + self.flop / ESTIMATE_FLOP_PER_MS
 
 
 def groups(device: str = "cuda", quick: bool = False) -> list[LatentGroup]:
@@ -122,17 +105,6 @@ def fa3(inputs: Inputs) -> NumberedCall:
     attend = found(flash_attention_3_latent)
     x = inputs
     return lambda index: attend(x.q, x.k, x.v, x.qv, x.lengths, x.tables[index], x.scale)
-
-
-def graph_of(prepare: Callable[[Inputs], NumberedCall], inputs: Inputs) -> list[Call]:
-    attend, group = prepare(inputs), inputs.group
-    order = [index % group.copies for index in range(group.calls)]
-
-    def run() -> None:
-        for index in order:
-            attend(index)
-
-    return [CapturedCalls(run) if group.on_cuda else run]
 
 
 def measure_group(group: LatentGroup, protocol: Protocol) -> Iterator[Row]:
