@@ -160,7 +160,7 @@ def _sm90_wide_forward(row: Any) -> Rules:
 
 
 def _sm90_latent(row: Any) -> Rules:
-    yield row.block_m in (16, 32, 64), "rows are the columns of a product, one to a thread's pair"
+    yield row.block_m in (16, 32, 64), "rows are the columns of a product, 16, 32 or 64"
     yield row.block_n == 64, "keys are the rows of a product"
     yield row.head_dim == 64, "the rotary columns are one piece"
     yield row.is_latent, "scores have qv v^T"

@@ -220,11 +220,8 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
   request.kind = ForwardKind::latent;
   request.latent_rows = static_cast<int>(std::min(packed_rows(params), most_rows));
   request.features |= feature::paged_kv | feature::latent;  // all its rows are for caches as well
-  request.seqlen = 0;
-  TensorExtent of_qv = extents.q;
-  of_qv.head_dim = params.shape.head_dim_v;
   request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
-                       tma_can_move(params.qv, params.dtype, of_qv) &&
+                       tma_can_move(params.qv, params.dtype, extents.q) &&
                        tma_can_move(params.k, params.dtype, extents.k) &&
                        tma_can_move(params.v, params.dtype, extents.v) &&
                        has_boxes(params.paged, params.sequences);

@@ -120,11 +120,11 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
 }
 
 // CTAs share the keys of tiles unless there are so many that each may have whole ones.
-void plan_latent(const ForwardParams& params, const DeviceInfo& device, ForwardPlan& plan) {
+void plan_latent(const ForwardParams& params, ForwardPlan& plan) {
   constexpr std::int64_t many = 8;  // tiles for every CTA
   const SplitParams& split = params.split;
   const std::int64_t tiles = plan.schedule.grid_size();
-  plan.grid = tiles == 0 ? 0 : device.num_sms;
+  plan.grid = tiles == 0 ? 0 : plan.num_ctas;
   plan.num_splits = 1;
   if (split.batch_invariant) {
     plan.keys_per_split = invariant_split_keys;
@@ -195,7 +195,7 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
                   .tiles_descend = last_tiles_are_long(params.window)};
   }
   if (config.kind == ForwardKind::latent) {
-    plan_latent(params, device, plan);
+    plan_latent(params, plan);
     lay_out(params, plan);
     return plan;
   }

@@ -5,22 +5,14 @@
 #include "shared/fragments.h"
 #include "shared/online_softmax.h"
 #include "shared/out_rounding.h"
+#include "shared/schedule/packed_rows.h"
 #include "sm80/decode/split.h"
 
 namespace flash_attn_cuda::sm80 {
 
-// A row of a tile: the heads of one query lie together.
-struct PackedRow {
-  int query;  // of the sequence
-  int head;   // of q
-};
-
 template <class Traits>
 CUTE_DEVICE PackedRow packed_row(DecodeArguments const& args, TileWork const& work, int row) {
-  const int index = work.tile * Traits::block_m + row;
-  const int query = args.group.quotient(index);
-  const int group = static_cast<int>(args.group.divisor);
-  return {query, work.head * group + index - query * group};
+  return flash_attn_cuda::packed_row(args.group, work, Traits::block_m, row);
 }
 
 // What a warp's O and row sum are multiplied with when its reference becomes that of `target`.

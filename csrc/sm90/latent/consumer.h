@@ -281,7 +281,7 @@ struct LatentConsumer {
     const bool writes_lse = warpgroup == 0 && warp == 0 && lane < 4;
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
-      const LatentRow row = latent_row<Traits>(args.group, work, row_of(i));
+      const PackedRow row = latent_row<Traits>(args.group, work, row_of(i));
       const bool exists = row.query < work.sequence.rows_q;
       const bool attends = row.query < work.sequence.seqlen_q;
       Denominator total{softmax.sum[i], softmax.reference[i]};
@@ -327,7 +327,7 @@ struct LatentConsumer {
     TensorView const& out = args.params.out;
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
-      const LatentRow row = latent_row<Traits>(args.group, work, row_of(i));
+      const PackedRow row = latent_row<Traits>(args.group, work, row_of(i));
       if (row.query >= work.sequence.rows_q) continue;
       auto* target =
           static_cast<Element*>(out.data) + output_offset(out, work.sequence, row.head, row.query);

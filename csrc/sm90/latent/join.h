@@ -59,10 +59,12 @@ __global__ void __launch_bounds__(32 * join_warps)
   const int row = 8 * eight + lane % 4 * 2;
   const auto tiles = LatentTiles<Traits>::of(args);
   // What the main kernel reads is there before it ends, as it has waited for it.
-  const TileWork work = tiles[min(index, tiles.count - 1)].work;
+  const bool exists = index < tiles.count;
+  TileWork work{};
+  if (exists) work = tiles[index].work;
   follow_earlier_kernels();
   PartsOfTile parts{0, 0};
-  if (index < tiles.count) parts = args.parts_of_tiles[index];
+  if (exists) parts = args.parts_of_tiles[index];
   if (parts.count <= 1) parts.count = 0;  // the tile's results are written
   const bool writes = parts.count > 0 && way == 0;
 
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(32 * join_warps)
     const int column = piece * Traits::piece_columns + thread / 32 * 16 + lane / 4;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const LatentRow place_of_row = latent_row<Traits>(args.group, work, row + i);
+      const PackedRow place_of_row = latent_row<Traits>(args.group, work, row + i);
       if (place_of_row.query >= work.sequence.rows_q) continue;
       const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
       auto* target = static_cast<Element*>(out.data) + column +

@@ -45,40 +45,15 @@ struct KeyLoader {
   typename Traits::SharedStorage& smem;
   PipelineState<Traits::stages> state{};
 
-  // What lies nowhere is not read but becomes zeros, as in load_pages.
-  CUTE_DEVICE void clear_box(typename Traits::Element* box) const {
-    auto* zeros = reinterpret_cast<uint4*>(box);
-    CUTE_NO_UNROLL
-    for (int i = 0; i < args.key_box_rows * columns * 2 / int(sizeof(uint4)); ++i)
-      zeros[i] = {0, 0, 0, 0};
-    cutlass::arch::fence_view_async_shared();
-  }
-
   CUTE_DEVICE void load(PagedSpan const& span) {
-    const int lane = threadIdx.x % 32;
-    auto const& [place, rows] = span.box;
-    const bool is_loaded = rows > 0 && place.exists();
-    const int boxes = __popc(__ballot_sync(0xffffffffu, is_loaded));
-    const int bytes = boxes * args.key_box_rows * columns * int(sizeof(typename Traits::Element));
     CUTE_NO_UNROLL
     for (int piece = 0; piece < Traits::pieces; ++piece, state.advance()) {
       producer_acquire(smem.ring, state);
-      std::uint64_t* full = &smem.ring.full[state.stage];
-      auto* box =
-          smem.pieces + state.stage * Traits::piece_elements + lane * args.key_box_rows * columns;
-      if (span.misses_keys) {
-        if (rows > 0 && !is_loaded) clear_box(box);
-        __syncwarp();
-      }
-      if (lane == 0) {
-        smem.misses_keys[state.stage] = span.misses_keys;
-        FullBarrier::arrive_and_expect_tx(full, bytes);
-      }
-      if (is_loaded) {
-        load_tile<block_n, columns>(piece == 0 ? args.k_map : args.v_map, full, box,
-                                    {place.batch, span.head, place.row, rows}, columns,
-                                    args.key_box_rows, max(piece - 1, 0) * columns);
-      }
+      if (threadIdx.x % 32 == 0) smem.misses_keys[state.stage] = span.misses_keys;
+      load_pages<block_n, columns>(piece == 0 ? args.k_map : args.v_map,
+                                   &smem.ring.full[state.stage],
+                                   smem.pieces + state.stage * Traits::piece_elements, span,
+                                   args.key_box_rows, columns, max(piece - 1, 0) * columns);
     }
   }
 
@@ -126,7 +101,7 @@ CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::Shar
     for (int i = threadIdx.x % 32; i < boxes * Traits::pieces; i += 32) {
       const int piece = i / boxes;
       const int row = (i - piece * boxes) * args.query_box_rows;
-      const LatentRow place = latent_row<Traits>(args.group, item.work, row);
+      const PackedRow place = latent_row<Traits>(args.group, item.work, row);
       const int query = sequence.row_q + min(place.query, sequence.seqlen_q - 1);
       SM90_TMA_LOAD_4D::copy(piece == 0 ? &args.q_map : &args.qv_map, full, hint,
                              smem.q + (piece * Traits::block_m + row) * columns,

@@ -57,9 +57,11 @@ struct LatentTiles {
     TileCoord coord{};
     const int of_head = args.heads.quotient(index);
     coord.head = index - of_head * static_cast<int>(args.heads.divisor);
-    coord.batch = args.tiles.quotient(of_head);
-    coord.tile = of_head - coord.batch * static_cast<int>(args.tiles.divisor);
-    if (args.table.counts != nullptr) coord.tile = of_head;
+    coord.tile = of_head;  // of packed sequences a place of the table's list
+    if (args.table.counts == nullptr) {
+      coord.batch = args.tiles.quotient(of_head);
+      coord.tile -= coord.batch * static_cast<int>(args.tiles.divisor);
+    }
     find_work(coord, args.table, args.params, tile.work);
     Sequence const& sequence = tile.work.sequence;
     const int first = latent_row<Traits>(args.group, tile.work, 0).query;

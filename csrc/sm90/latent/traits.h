@@ -3,7 +3,7 @@
 #pragma once
 
 #include "shared/mask/block_range.h"
-#include "shared/schedule/tile_work.h"
+#include "shared/schedule/packed_rows.h"
 #include "sm90/isa/barriers.h"
 #include "sm90/isa/copy.h"
 #include "sm90/isa/cta.h"
@@ -27,8 +27,8 @@ struct LatentTraits {
   static constexpr int block_m = config.block_m;  // rows: query heads of a key head, of queries
   static constexpr int block_n = config.block_n;
   static constexpr int head_dim_v = config.head_dim_v;
-  static constexpr int consumers =
-      config.num_warps / 4;  // warpgroups, which share the columns of O
+  // Warpgroups that multiply, which share the columns of O.
+  static constexpr int consumers = config.num_warps / 4;
   static constexpr int threads = warpgroup_threads * (1 + consumers);
   static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
@@ -78,18 +78,9 @@ struct LatentTraits {
   static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
 
-// A row of a tile: the heads of one query lie together.
-struct LatentRow {
-  int query;  // of the sequence
-  int head;   // of q
-};
-
 template <class Traits>
-CUTE_DEVICE LatentRow latent_row(Divider const& group, TileWork const& work, int row) {
-  const int index = work.tile * Traits::block_m + row;
-  const int query = group.quotient(index);
-  const int heads = static_cast<int>(group.divisor);
-  return {query, work.head * heads + index - query * heads};
+CUTE_DEVICE PackedRow latent_row(Divider const& group, TileWork const& work, int row) {
+  return packed_row(group, work, Traits::block_m, row);
 }
 
 }  // namespace flash_attn_cuda::sm90
