@@ -20,6 +20,7 @@ enum class DeviceCheck : std::int32_t {
   cu_seqlens_k_new,  // must start at 0, not decrease and end within total_k_new
   rotary_position,   // must be below seqlen_rotary
   origin,            // first_q and first_k must be multiples of 16, from 0 to 2^30
+  key_lists,         // must be below the sequence's number of keys; index: the sequence
 };
 
 // It lies in device memory, zero at first. One per device, shared by all calls.

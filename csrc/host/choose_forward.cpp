@@ -211,20 +211,23 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
 }
 
 // Of absorbed latent attention: the sm90 row of the fewest rows that has those of a sequence, or of
-// the most that there are; a decode kernel where TMA cannot load the tensors.
+// the most that there are; a decode kernel where TMA cannot load the tensors. With lists of keys
+// rows are of one query, and its keys come one by one.
 const ForwardInstance& choose_latent(const ForwardParams& params, const TensorExtents& extents,
                                      const DeviceInfo& device,
                                      std::span<const ForwardInstance* const> instances) {
   constexpr std::int64_t most_rows = 64;
   KernelRequest request = request_of(params, extents);
   request.kind = ForwardKind::latent;
-  request.latent_rows = static_cast<int>(std::min(packed_rows(params), most_rows));
+  const bool has_lists = params.keys_per_list > 0;
+  const std::int64_t rows = has_lists ? params.shape.heads_per_key_head() : packed_rows(params);
+  request.latent_rows = static_cast<int>(std::min(rows, most_rows));
   request.features |= feature::paged_kv | feature::latent;  // all its rows are for caches as well
   request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
                        tma_can_move(params.qv, params.dtype, extents.q) &&
                        tma_can_move(params.k, params.dtype, extents.k) &&
                        tma_can_move(params.v, params.dtype, extents.v) &&
-                       has_boxes(params.paged, params.sequences);
+                       (has_lists || has_boxes(params.paged, params.sequences));
   const ForwardInstance* found = find_instance(instances, request, device);
   if (found != nullptr) return *found;
   request.kind = ForwardKind::decode;
@@ -278,6 +281,11 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
   return prefers_cache_row ? *over_cache : plain;
 }
 
+int most_keys_of_decode(const ForwardParams& params) {
+  return params.keys_per_list > 0 ? params.keys_per_list
+                                  : most_keys(params.shape, params.sequences);
+}
+
 int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t ctas,
                   const DeviceInfo& device) {
   const AttentionShape& shape = params.shape;
@@ -285,7 +293,7 @@ int choose_splits(const ForwardParams& params, const ForwardInstance& instance, 
   const bool decodes = config.kind == ForwardKind::decode;
   if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0) return 1;
   if (params.split.batch_invariant)
-    return decodes ? ceil_div(most_keys(shape, params.sequences), invariant_split_keys) : 1;
+    return decodes ? ceil_div(most_keys_of_decode(params), invariant_split_keys) : 1;
 
   // Partial results, which a caller who asks for many need not expect to be gigabytes, cost more
   // than an uneven last round. Rows for caches also have lower tiles, which is another reason to
@@ -295,12 +303,15 @@ int choose_splits(const ForwardParams& params, const ForwardInstance& instance, 
       (ctas >= device.num_sms || (!has_pages && !wants_splits(params, config, device))))
     return 1;
   const int keys_per_step = config.block_n * (decodes ? warps_with_own_keys(config) : 1);
-  const int keys = decodes ? shape.seqlen_k : most_keys_of_tile(params, config.block_m);
+  const bool has_lists = params.keys_per_list > 0;
+  const int keys = has_lists ? params.keys_per_list
+                   : decodes ? shape.seqlen_k
+                             : most_keys_of_tile(params, config.block_m);
   const int steps = ceil_div(keys, keys_per_step);
   if (params.split.num_splits > 0) return std::min(params.split.num_splits, std::max(1, steps));
   constexpr int least_steps = 2;
   const int most = std::max(1, steps / least_steps);
-  const bool uneven = shape.batch_size > 1 && has_lengths_on_device(params.sequences);
+  const bool uneven = shape.batch_size > 1 && has_lengths_on_device(params.sequences) && !has_lists;
   if (!uneven || !decodes) return fewest_splits(ctas, ctas_at_once(instance, device), steps, most);
 
   // Lengths that the host does not know: the kernel itself shares the splits out by length

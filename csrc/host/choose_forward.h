@@ -16,6 +16,9 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
                                        bool has_vectors, const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances);
 
+// Keys that a decode or latent kernel takes for a tile, at most.
+int most_keys_of_decode(const ForwardParams& params);
+
 // How many CTAs share the keys of each of `tiles`, those of all heads.
 int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t tiles,
                   const DeviceInfo& device);

@@ -6,6 +6,7 @@
 #include "host/normalize_window.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
+#include "shared/schedule/packed_rows.h"
 #include "shared/sequence/splits.h"
 
 namespace flash_attn_cuda {
@@ -64,14 +65,20 @@ int ctas_that_fit(const ForwardInstance& instance, const DeviceInfo& device) {
 // because splits have a length of their own and the capacity says nothing.
 bool lengths_decide(const ForwardParams& params, const ForwardPlan& plan) {
   return plan.instance->config.kind == ForwardKind::decode && plan.num_splits > 1 &&
-         has_lengths_on_device(params.sequences) &&
+         has_lengths_on_device(params.sequences) && params.keys_per_list == 0 &&
          (params.shape.batch_size > 1 || plan.keys_per_split > 0);
+}
+
+// Heads that share tiles.
+int heads_per_tile(const ForwardParams& params, const ForwardConfig& config) {
+  const bool packs_heads = (config.features & feature::packed_gqa) != 0;
+  return packs_heads ? params.shape.heads_per_key_head() : 1;
 }
 
 // Rows that a query stands for.
 int rows_per_query(const ForwardParams& params, const ForwardConfig& config) {
   const bool packs_heads = (config.features & feature::packed_gqa) != 0;
-  return packs_heads ? params.shape.heads_per_key_head() : 1;
+  return packs_heads ? rows_of_query(params.shape, params.keys_per_list, config.block_m) : 1;
 }
 
 // A right bound hides most keys from the first queries, so the last tiles are the long ones.
@@ -85,20 +92,21 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   const bool is_sparse = params.sparsity.lists.data != nullptr;
   const bool is_even = has_even_tiles(params);
   const bool stays = stays_on_sm(config);
-  const int heads_per_row = rows_per_query(params, config);
+  const int heads = heads_per_tile(params, config);
   const int group = shape.heads_per_key_head();
   const std::int64_t bytes_per_key =
       std::int64_t{bytes_of_keys(params)} * (shape.head_dim + shape.head_dim_v);
   // A sequence's keys stay in L2, not all of a packed call's (sm80: not timed).
   const int keys_at_once = stays ? most_keys(shape, params.sequences) : shape.seqlen_k;
   const int tiles_wanted = stays && is_sparse ? listed_tiles_per_sm : tiles_per_sm;
-  int num_tiles = checked_tiles(shape.seqlen_q, heads_per_row, config.block_m);
-  if (packed) num_tiles = most_packed_tiles(shape, num_tiles, shape.seqlen_q);
+  int num_tiles = checked_tiles(shape.seqlen_q, rows_per_query(params, config), config.block_m);
+  if (packed && params.keys_per_list == 0)
+    num_tiles = most_packed_tiles(shape, num_tiles, shape.seqlen_q);
   TileSchedule schedule =
       make_schedule({.num_tiles = num_tiles,
                      .batch_size = packed ? 1 : shape.batch_size,
-                     .num_heads = shape.num_heads_q / heads_per_row,
-                     .heads_per_group = group / heads_per_row,
+                     .num_heads = shape.num_heads_q / heads,
+                     .heads_per_group = group / heads,
                      .bytes_per_group = bytes_per_key * keys_at_once,
                      .min_tiles = is_even ? 0 : tiles_wanted * std::int64_t{device.num_sms},
                      .longest_first = last_tiles_are_long(params.window) && !packed,
@@ -128,7 +136,7 @@ void plan_latent(const ForwardParams& params, ForwardPlan& plan) {
   plan.num_splits = 1;
   if (split.batch_invariant) {
     plan.keys_per_split = invariant_split_keys;
-    plan.num_splits = ceil_div(most_keys(params.shape, params.sequences), invariant_split_keys);
+    plan.num_splits = ceil_div(most_keys_of_decode(params), invariant_split_keys);
   } else if (split.num_splits > 1) {
     plan.num_splits = split.num_splits;
   }

@@ -71,7 +71,8 @@ inline Window window_of(const AttentionCall& call) {
 inline bool has_device_contents(const AttentionCall& call) {
   return call.cu_seqlens_q.defined() || call.cu_seqlens_k.defined() || call.seqused_q.defined() ||
          call.seqused_k.defined() || call.leftpad_k.defined() || call.block_table.defined() ||
-         call.cache_batch_idx.defined() || call.cu_seqlens_k_new.defined();
+         call.cache_batch_idx.defined() || call.cu_seqlens_k_new.defined() ||
+         call.key_lists.defined();
 }
 
 }  // namespace flash_attn_cuda::binding

@@ -59,6 +59,12 @@ void check_capacity(const AttentionCall& call) {
                     " * ", rows);
 }
 
+void check_lists_of_keys(const at::Tensor& lists) {
+  check_sizes("key_lists", lists);
+  TORCH_CHECK_VALUE(lists.size(-1) <= max_keys, "key_lists: must have at most ", max_keys,
+                    " keys a list, got ", lists.size(-1));
+}
+
 // Kernels number the pairs of probabilities that a call returns.
 void check_s_dmask(const AttentionCall& call) {
   const std::int64_t longest = std::max(call.max_seqlen_q, call.max_seqlen_k);
@@ -70,9 +76,18 @@ void check_s_dmask(const AttentionCall& call) {
 
 // -- as kernels read it ---------------------------------------------------------------------------
 
+// Lists that have entries, of no key if of none.
+at::Tensor lists_of_keys(const at::Tensor& lists) {
+  if (lists.size(-1) > 0) return with_contiguous_rows(lists);
+  at::DimVector sizes(lists.sizes());
+  sizes.back() = 1;
+  return at::full({1}, -1, lists.options()).expand(sizes);
+}
+
 AttentionCall as_kernels_read(AttentionCall given, std::int64_t batch) {
   AttentionCall call = with_contiguous_masks(std::move(given));
   if (call.alibi_slopes.defined()) call.alibi_slopes = with_contiguous_rows(call.alibi_slopes);
+  if (call.key_lists.defined()) call.key_lists = lists_of_keys(call.key_lists);
   call.softmax_scale = softmax_scale_of(call);
   call.softcap = std::max(0.0f, static_cast<float>(call.softcap));
   const Window window = window_of(call);
@@ -105,6 +120,7 @@ AttentionCall checked_description(AttentionCall call, Pass pass, const ArgumentN
   check_batch(call, names);
   check_arrays(call, names);
   check_sizes_of_arrays(call, names);
+  if (call.key_lists.defined()) check_lists_of_keys(call.key_lists);
   check_entries(call, batch);
   if (is_paged(call)) check_rows_of_table(call.block_table);
   if (reads_in_place(call)) check_capacity(call);

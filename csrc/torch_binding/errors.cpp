@@ -97,6 +97,8 @@ Rule rule_of(DeviceCheck check, const ArgumentNames& names) {
       return {"rotary_cos", "must have a row for every position"};
     case DeviceCheck::origin:
       return {"origin", "must have multiples of 16, from 0 to 2^30, as first_q and first_k"};
+    case DeviceCheck::key_lists:
+      return {"key_lists", "must be below the sequence's number of keys"};
     case DeviceCheck::none:
       break;
   }

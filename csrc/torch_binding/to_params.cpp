@@ -192,6 +192,10 @@ ForwardParams forward_params(const AttentionCall& call) {
                    .k = scale_view(call.k_descale),
                    .v = scale_view(call.v_descale)};
   if (call.qv.defined()) params.qv = view_at(const_cast<void*>(data_of(call.qv)), call.qv);
+  if (call.key_lists.defined()) {
+    params.key_lists = view_at(const_cast<void*>(data_of(call.key_lists)), call.key_lists);
+    params.keys_per_list = static_cast<int>(call.key_lists.size(-1));
+  }
   params.paged = paged_params(call);
   params.split = {.num_splits = static_cast<int>(call.num_splits),
                   .batch_invariant = call.batch_invariant};

@@ -137,6 +137,11 @@ class AttentionCall:
     cache_batch_idx: Tensor | None = argument(None, shape="(B,)", part="cache")
     # (B, Sq, Hq, Dv), or packed as q: scores are softmax_scale * (q k^T + qv v^T)
     qv: Tensor | None = argument(None, shape="...", dtype="q", part="cache", is_strided=True)
+    # (B, Sq, Hk, n), or packed (total_q, Hk, n): the keys that a query's heads see, by their
+    # positions in its sequence; negative: none
+    key_lists: Tensor | None = argument(None, shape="...", part="cache", is_strided=True)
+    # keys that an entry stands for, from its multiple on
+    key_list_block: int = argument(1, at_least=1, part="cache")
     # instead of seqused_k, of every sequence of a cache
     seqlen_k: int | None = argument(None, part="cache")
     # (B, Snew, Hk, D), or with bounds (total, Hk, D): appended to the cache
@@ -215,6 +220,10 @@ class AttentionCall:
     def reads_entries_in_order(self) -> bool:
         """Whether a sequence's entry of the cache is that of its own number."""
         return self.over_cache and self.block_table is None and self.cache_batch_idx is None
+
+    def lists_blocks(self) -> bool:
+        """Whether an entry of key_lists stands for several keys."""
+        return self.key_list_block != 1
 
     def has_lists(self) -> bool:
         return self.block_rows is not None or self.block_columns is not None

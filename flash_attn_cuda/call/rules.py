@@ -111,6 +111,8 @@ OF_CALL = (
     Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=(*_OF_TRAINING, "qv"), given=_SCALES),
     Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
     Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
+    Rules("not qv", "without qv", refused=("key_lists",)),
+    Rules("lists_blocks", refusal="key_list_block: must be 1, got {key_list_block.value}"),
     Rules(
         "not is_fp8",
         f"where {{k}} is not of {E4M3}",
@@ -274,6 +276,12 @@ OF_ARRAYS = (
          "must have the shape of {q} but for the last dimension, {q.shape}, got {qv.shape}", "qv"),
     Must("qv", lambda call: call.qv.shape[-1] == call.head_dim_v(),
          "last dimension must be that of {v} ({head_dim_v}), got {qv.shape}", "qv"),
+    Must("key_lists", lambda call:
+         call.key_lists.dim() == call.q.dim() and call.key_lists.shape[0] == call.q.shape[0]
+         and call.key_lists.shape[-3] == call.q.shape[-3]
+         and call.key_lists.shape[-2] == call.heads_k(),
+         "must have a list for every query of {q}, {q.shape}, and head of {k} ({heads_k}), got "
+         "{key_lists.shape}", "key_lists"),
     Must("block_table", lambda call: call.cache_batch_idx is not None
          or (call.block_table.dim() == 2 and call.block_table.shape[0] == call.batch()),
          "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from ..call.fields import NAMES, Names
+from ..call.fields import NAMES, AttentionCall, Names
 from ..call.functorch import is_watched
 from ..call.tensors import as_index, check_dtype, check_tensor, lse_dtype, refuse_forward_gradients
 from ..installed import build_info
@@ -40,6 +40,14 @@ def of_lse_dtype(name: str, x: Any, q: Tensor, *, is_differentiable: bool = True
         return x.contiguous()
     refuse_forward_gradients(**{name: x})  # which detaching would drop
     return x.contiguous().detach()
+
+
+def add_lists(call: AttentionCall, key_lists: Any, key_list_block: Any) -> None:
+    """Lists of the keys that queries see."""
+    if key_lists is not None:
+        check_tensor("key_lists", key_lists)
+        call.key_lists = key_lists
+    call.key_list_block = as_index("key_list_block", key_list_block)
 
 
 def seqlen_bound(name: str, max_seqlen: Any, x: Tensor, block_table: Any = None) -> int:

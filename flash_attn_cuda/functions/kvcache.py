@@ -20,7 +20,7 @@ from ..call.tensors import (
 )
 from ..call.window import UNLIMITED, WindowSize
 from ..operators.combine import run_combine, run_combine_out
-from .arguments import of_lse_dtype, seqlen_bound
+from .arguments import add_lists, of_lse_dtype, seqlen_bound
 from .attend import results_of
 from .chunks import attend_over_cache_in_chunks, check_chunk
 
@@ -58,6 +58,8 @@ def flash_attn_with_kvcache(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
     quantize: str | None = None,
+    key_lists: Tensor | None = None,
+    key_list_block: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -183,6 +185,8 @@ def flash_attn_with_kvcache(
         call.sink = of_lse_dtype("sink", sink, call.q)
     if qv is not None:
         call.qv = qv
+    if key_lists is not None or key_list_block != 1:
+        add_lists(call, key_lists, key_list_block)
     if out is not None:
         call.out = out
     if attention_chunk != 0:

@@ -18,7 +18,7 @@ from ..call.tensors import (
     refuse_gradients,
 )
 from ..call.window import UNLIMITED, WindowSize
-from .arguments import Result, of_lse_dtype, packed_lengths
+from .arguments import Result, add_lists, of_lse_dtype, packed_lengths
 from .attend import attend, returned
 from .chunks import attend_in_chunks, check_chunk
 from .given_masks import Masks, add_masks
@@ -64,6 +64,8 @@ def flash_attn_varlen_func(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
     keep_rounding: bool = True,
+    key_lists: Tensor | None = None,
+    key_list_block: int = 1,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -170,6 +172,8 @@ def flash_attn_varlen_func(
     if qv is not None:
         call.qv = qv
         refuse_gradients(f"as attention with qv {NO_BACKWARD}", q=q, k=k, v=v, qv=qv, sink=sink)
+    if key_lists is not None or key_list_block != 1:
+        add_lists(call, key_lists, key_list_block)
     if not keep_rounding:
         call.saves_memory = True
     if out is not None:

@@ -1,6 +1,7 @@
 // Calls with a qv, of absorbed latent attention: their rows, which no other call has.
 #include "check.h"
 #include "planning.h"
+#include "shared/schedule/packed_rows.h"
 
 using namespace host_tests;
 
@@ -87,6 +88,51 @@ TEST(partial_results_have_the_latent_columns_and_pairs_of_warps_their_own_keys) 
   CHECK_EQ(plan.num_splits, 7);
   CHECK(plan.workspace_bytes >= sizeof(float) * 4 * 16 * 7 * (512 + 1));
   CHECK_EQ(planned(shape, in_parts(100000)).num_splits, 8192 / (2 * 16));
+}
+
+TEST(lists_give_every_query_tiles_of_its_own_and_splits_count_their_entries) {
+  const auto lists = [](ForwardParams& params) {
+    params.key_lists = contiguous_view(params.shape.seqlen_q, params.shape.num_heads_k, 2048);
+    params.keys_per_list = 2048;
+  };
+  const auto parts = [](ForwardParams& params) { params.split.num_splits = 100000; };
+  for (const auto& [heads, rows] : {std::pair(16, 1), std::pair(17, 2), std::pair(128, 8)}) {
+    const ForwardPlan plan = planned(latent_call(3, heads), both(lists, parts), a100);
+    CHECK_EQ(plan.schedule.num_tiles, 3 * rows);
+    CHECK_EQ(plan.num_splits, 2048 / (2 * 16));
+  }
+  const auto invariant = [](ForwardParams& params) { params.split.batch_invariant = true; };
+  CHECK_EQ(planned(latent_call(3, 16), both(lists, invariant), a100).num_splits, 2048 / 512);
+  const auto packed = [](ForwardParams& params) {
+    params.sequences.cu_seqlens_q = params.sequences.seqused_k = &some_int;
+  };
+  const ForwardPlan plan = planned(latent_call(30, 17), both(lists, packed), a100);
+  CHECK_EQ(plan.schedule.num_tiles, 30 * 2);
+  CHECK_EQ(plan.table.rows_per_query, 32);
+  CHECK(!plan.lengths_decide);
+  // Hopper's rows are chosen by the heads of a query, and load pages of any size.
+  CHECK_EQ(row(latent_call(4, 16), both(lists, pages(1))), "sm90_hd64_dv512_rows16");
+}
+
+TEST(padded_rows_are_those_of_the_heads_of_one_query) {
+  for (const int heads : {1, 15, 16, 17, 40}) {
+    const AttentionShape shape = latent_call(3, heads);
+    CHECK_EQ(rows_of_query(shape, 0, 16), heads);
+    const int rows = rows_of_query(shape, 7, 16);
+    CHECK_EQ(rows, (heads + 15) / 16 * 16);
+    const Divider group = Divider::by(rows);
+    TileWork work{};
+    work.head = 2;
+    for (work.tile = 0; work.tile < 3 * rows / 16; ++work.tile) {
+      for (int row = 0; row < 16; ++row) {
+        const PackedRow found = padded_row(group, heads, work, 16, row);
+        const int index = work.tile * 16 + row;
+        const bool exists = index % rows < heads;
+        CHECK_EQ(found.query, exists ? index / rows : no_query);
+        if (exists) CHECK_EQ(found.head, 2 * heads + index % rows);
+      }
+    }
+  }
 }
 
 TEST(calls_without_a_qv_have_no_latent_row) {

@@ -12,7 +12,10 @@ namespace flash_attn_cuda::sm80 {
 
 template <class Traits>
 CUTE_DEVICE PackedRow packed_row(DecodeArguments const& args, TileWork const& work, int row) {
-  return flash_attn_cuda::packed_row(args.group, work, Traits::block_m, row);
+  if constexpr (Traits::is_latent)
+    return padded_row(args.group, args.heads_of_group, work, Traits::block_m, row);
+  else
+    return flash_attn_cuda::packed_row(args.group, work, Traits::block_m, row);
 }
 
 // What a warp's O and row sum are multiplied with when its reference becomes that of `target`.

@@ -19,7 +19,8 @@ struct DecodeArguments {
   ForwardParams params;
   TileSchedule schedule;  // heads are key heads
   SequenceTable table;
-  Divider group;       // query heads of a key head
+  Divider group;       // rows of a query: rows_of_query()
+  int heads_of_group;  // query heads of a key head
   float scale_log2;    // as in ForwardArguments
   bool negate_q;       // softmax_scale < 0
   bool scales_scores;  // modifiers: scores are scaled before the softmax
