@@ -200,6 +200,7 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
     yield "  const std::int64_t Hq = heads_q_of(call);"
     yield "  const std::int64_t Hk = heads_k_of(call);"
     yield "  const at::IntArrayRef tokens = tokens_in_place(call);"
+    yield "  const at::DimVector groups = groups_in_place(call);"
     for x in fields:
         if (shape := x.said.get("shape")) and not x.said.get("over_pairs"):
             sizes = re.sub(r"\((.*?),?\)", r"{\1}", shape).replace(" |", ",")

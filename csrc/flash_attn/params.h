@@ -221,10 +221,15 @@ struct TangentParams {
 };
 
 // What numbers of e4m3 are multiplied by: (batch, heads_k), or one for each token and head, laid
-// out as k is. data null: 1. Any number may be there, and none of a token that is not.
+// out as k is, or, of latent rows, for each group of its columns. data null: 1. Any number may be
+// there, and none of a token that is not.
 struct ScaleView {
+  static constexpr int one_group = 31;
+
   float* data = nullptr;
   bool per_token = false;
+  std::int8_t group_shift = one_group;  // a group has 2^group_shift columns, from 64 on
+  std::int32_t group_stride = 0;
   std::int64_t batch_stride = 0;
   std::int64_t row_stride = 0;  // of scales per token alone
   std::int64_t head_stride = 0;
@@ -238,6 +243,7 @@ struct ScaleParams {
 struct ForwardParams {
   Dtype dtype = Dtype::bf16;  // of q and out
   bool e4m3_kv = false;       // k and v are of e4m3, whatever dtype, and stand for what scales say
+  bool e4m3_latent = false;   // v alone is, of a call with qv: its strides are in bytes
   ScaleParams scales;
   AttentionShape shape;
   SequenceParams sequences;
@@ -308,6 +314,7 @@ struct AppendParams {
   Dtype dtype = Dtype::bf16;
   bool e4m3_cache = false;        // new keys and values are divided by scales and rounded to e4m3
   bool quantizes_tokens = false;  // whose scales, one for each token, are made of them and written
+  bool e4m3_latent = false;       // as e4m3_cache, of new values alone
   ScaleView k_scale, v_scale;
   AttentionShape shape;  // seqlen_q: new queries, seqlen_k: rows that the cache holds of a sequence
   SequenceParams sequences;  // cu_seqlens_q, seqused_k (before appending), kv_batch_idx,

@@ -223,7 +223,8 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
   const std::int64_t rows = has_lists ? params.shape.heads_per_key_head() : packed_rows(params);
   request.latent_rows = static_cast<int>(std::min(rows, most_rows));
   request.features |= feature::paged_kv | feature::latent;  // all its rows are for caches as well
-  request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
+  // Those read 16 bits. The decode kernels have no other rows for e4m3: they convert as they load.
+  request.suits_sm90 = !params.e4m3_latent && tma_can_move(params.q, params.dtype, extents.q) &&
                        tma_can_move(params.qv, params.dtype, extents.q) &&
                        tma_can_move(params.k, params.dtype, extents.k) &&
                        tma_can_move(params.v, params.dtype, extents.v) &&

@@ -19,11 +19,20 @@ constexpr int tiles_per_sm = 8;
 // Tiles of a section with lists, which CTAs take by ticket: they need not come out even.
 constexpr int listed_tiles_per_sm = 2;
 
-// Kernels copy 16 bytes of e4m3 at a time.
+int bytes_of_keys(const ForwardParams& params) {
+  return params.e4m3_kv ? 1 : bytes_of(params.dtype);
+}
+int bytes_of_values(const ForwardParams& params) {
+  return params.e4m3_latent ? 1 : bytes_of_keys(params);
+}
+
+// Kernels copy 16 bytes of e4m3, and of keys beside it, at a time.
 void check_e4m3(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
-  const bool is_whole = shape.head_dim % vector_bytes == 0 && shape.head_dim_v % vector_bytes == 0;
-  if (!is_whole || !has_vector_rows(params.k, 1) || !has_vector_rows(params.v, 1))
+  const int bytes = bytes_of_keys(params);
+  const bool is_whole =
+      shape.head_dim * bytes % vector_bytes == 0 && shape.head_dim_v % vector_bytes == 0;
+  if (!is_whole || !has_vector_rows(params.k, bytes) || !has_vector_rows(params.v, 1))
     throw_error("k and v of e4m3 must have rows of whole 16 bytes that begin at 16 bytes");
 }
 
@@ -32,20 +41,15 @@ void check_forward(const ForwardParams& params) {
   if (params.sequences.cu_seqlens_k != nullptr && params.sequences.cu_seqlens_q == nullptr)
     throw_error("cu_seqlens_q must be given where cu_seqlens_k is, got null");
   check_origin(params.sequences, params.paged, params.sparsity, params.shape);
-  if (params.e4m3_kv) check_e4m3(params);
-}
-
-int bytes_of_keys(const ForwardParams& params) {
-  return params.e4m3_kv ? 1 : bytes_of(params.dtype);
+  if (params.e4m3_kv || params.e4m3_latent) check_e4m3(params);
 }
 
 bool has_vector_rows(const ForwardParams& params) {
   const int step = elements_of_vector(params.dtype);
   const int bytes = bytes_of(params.dtype);
-  const int bytes_kv = bytes_of_keys(params);
   return params.shape.head_dim % step == 0 && params.shape.head_dim_v % step == 0 &&
-         has_vector_rows(params.q, bytes) && has_vector_rows(params.k, bytes_kv) &&
-         has_vector_rows(params.v, bytes_kv) && has_vector_rows(params.out, bytes) &&
+         has_vector_rows(params.q, bytes) && has_vector_rows(params.k, bytes_of_keys(params)) &&
+         has_vector_rows(params.v, bytes_of_values(params)) && has_vector_rows(params.out, bytes) &&
          (params.qv.data == nullptr || has_vector_rows(params.qv, bytes));
 }
 
@@ -94,8 +98,8 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   const bool stays = stays_on_sm(config);
   const int heads = heads_per_tile(params, config);
   const int group = shape.heads_per_key_head();
-  const std::int64_t bytes_per_key =
-      std::int64_t{bytes_of_keys(params)} * (shape.head_dim + shape.head_dim_v);
+  const std::int64_t bytes_per_key = std::int64_t{bytes_of_keys(params)} * shape.head_dim +
+                                     std::int64_t{bytes_of_values(params)} * shape.head_dim_v;
   // A sequence's keys stay in L2, not all of a packed call's (sm80: not timed).
   const int keys_at_once = stays ? most_keys(shape, params.sequences) : shape.seqlen_k;
   const int tiles_wanted = stays && is_sparse ? listed_tiles_per_sm : tiles_per_sm;

@@ -61,4 +61,29 @@ CUTE_DEVICE float scale_of_head(ScaleView const& scales, int sequence, int head)
   return scales.data[sequence * scales.batch_stride + head * scales.head_stride];
 }
 
+// The scales of a key head's latent rows, wherever they lie. Of no token's own: those of the
+// sequence, for every row.
+struct LatentScales {
+  const float* data;
+  std::int64_t batch_stride;
+  std::int64_t row_stride;
+  int group_stride;
+  int group_shift;
+
+  CUTE_DEVICE static LatentScales of(ScaleView const& view, int sequence, int head) {
+    const float* of_head = view.data + head * view.head_stride;
+    if (!view.per_token) return {of_head + sequence * view.batch_stride, 0, 0, 0, view.group_shift};
+    return {of_head, view.batch_stride, view.row_stride, view.group_stride, view.group_shift};
+  }
+
+  // Of row `row` of a batch entry or page, from `data` on.
+  CUTE_DEVICE std::int64_t offset(int batch, int row) const {
+    return batch * batch_stride + row * row_stride;
+  }
+  // Of a column of the row at an offset.
+  CUTE_DEVICE float at(std::int64_t offset, int column) const {
+    return data[offset + std::int64_t{column >> group_shift} * group_stride];
+  }
+};
+
 }  // namespace flash_attn_cuda

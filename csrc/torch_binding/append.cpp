@@ -102,6 +102,7 @@ Append begin_append(const AttentionCall& call) {
       .dtype = dtype_of(q),
       .e4m3_cache = is_fp8(call),
       .quantizes_tokens = call.quantizes_tokens && writes,
+      .e4m3_latent = is_fp8_latent(call),
       .shape = shape_of(call),
       .sequences = sequence_params(call),
       .paged = paged_params(call),
@@ -118,8 +119,8 @@ Append begin_append(const AttentionCall& call) {
     params.seqlen_rotary = static_cast<int>(call.rotary_cos.size(0));
   }
   if (writes) {
-    params.k_scale = scale_view(call.k_descale, call.quantizes_tokens);
-    params.v_scale = scale_view(call.v_descale, call.quantizes_tokens);
+    params.k_scale = scale_view(call.k_descale, head_dim_of(call), call.quantizes_tokens);
+    params.v_scale = scale_view(call.v_descale, head_dim_v_of(call), call.quantizes_tokens);
     params.k_new = input_view(call.k_new);
     params.v_new = input_view(call.v_new);
     params.k_cache = output_view(call.k);

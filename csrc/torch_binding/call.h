@@ -27,7 +27,7 @@ inline bool is_paged(const AttentionCall& call) { return call.block_table.define
 inline bool drops(const AttentionCall& call) { return call.dropout_p > 0.0; }
 
 // Whether there is a scale for each token and head, laid out as k.
-inline bool is_per_token(const at::Tensor& scale) { return scale.defined() && scale.dim() == 3; }
+inline bool is_per_token(const at::Tensor& scale) { return scale.defined() && scale.dim() >= 3; }
 
 inline bool has_packed_new_keys(const AttentionCall& call) {
   return call.cu_seqlens_k_new.defined();
@@ -45,6 +45,16 @@ inline at::ScalarType dtype_of_new_keys(const AttentionCall& call) {
 // The shape of scales of each token of a cache or pages; empty: k is neither, and has none.
 inline at::IntArrayRef tokens_in_place(const AttentionCall& call) {
   return reads_in_place(call) ? call.k.sizes().slice(0, call.k.dim() - 1) : at::IntArrayRef();
+}
+
+// Of scales of groups of a latent row's columns, as many as v_descale has; empty: there are none.
+inline at::DimVector groups_in_place(const AttentionCall& call) {
+  at::DimVector sizes;
+  if (!reads_in_place(call) || !is_fp8_latent(call)) return sizes;
+  if (!call.v_descale.defined() || call.v_descale.dim() != 4) return sizes;
+  sizes = call.k.sizes();
+  sizes.back() = call.v_descale.size(3);
+  return sizes;
 }
 
 // The dtype of out, dq, dk and dv.

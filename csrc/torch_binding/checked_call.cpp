@@ -127,7 +127,7 @@ AttentionCall checked_description(AttentionCall call, Pass pass, const ArgumentN
   check_pairs(call, names);
   check_sizes_of_pairs(call, names);
   check_s_dmask(call);
-  if (is_fp8(call)) check_e4m3(call, names);
+  if (has_fp8_values(call)) check_e4m3(call, names);
   if (call.over_cache) check_append(call, batch);
   return as_kernels_read(std::move(call), batch);
 }

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 #include "torch_binding/check.h"
@@ -188,9 +189,10 @@ ForwardParams forward_params(const AttentionCall& call) {
     params.sequences.seqlen_k_new = 0;
   }
   params.e4m3_kv = is_fp8(call);
-  params.scales = {.q = scale_view(call.q_descale),
-                   .k = scale_view(call.k_descale),
-                   .v = scale_view(call.v_descale)};
+  params.e4m3_latent = is_fp8_latent(call);
+  params.scales = {.q = scale_view(call.q_descale, head_dim_of(call)),
+                   .k = scale_view(call.k_descale, head_dim_of(call)),
+                   .v = scale_view(call.v_descale, head_dim_v_of(call))};
   if (call.qv.defined()) params.qv = view_at(const_cast<void*>(data_of(call.qv)), call.qv);
   if (call.key_lists.defined()) {
     params.key_lists = view_at(const_cast<void*>(data_of(call.key_lists)), call.key_lists);
@@ -272,16 +274,22 @@ TensorView output_view(const at::Tensor& tensor) {
   return view_at(tensor.mutable_data_ptr(), tensor);
 }
 
-ScaleView scale_view(const at::Tensor& scale, bool is_written) {
+ScaleView scale_view(const at::Tensor& scale, std::int64_t columns, bool is_written) {
   if (!scale.defined()) return {};
-  const int heads = scale.dim() - 1;
+  const int heads = std::min<int>(scale.dim() - 1, 2);
   const bool per_token = is_per_token(scale);
-  return {
+  ScaleView view{
       .data = is_written ? scale.mutable_data_ptr<float>() : const_cast<float*>(float_data(scale)),
       .per_token = per_token,
       .batch_stride = heads == 0 ? 0 : stride_of(scale, 0),
       .row_stride = per_token ? stride_of(scale, 1) : 0,
       .head_stride = stride_of(scale, heads)};
+  if (scale.dim() == 4) {
+    const auto group = static_cast<std::uint64_t>(columns / scale.size(3));
+    view.group_shift = static_cast<std::int8_t>(std::countr_zero(group));
+    view.group_stride = static_cast<std::int32_t>(stride_of(scale, 3));
+  }
+  return view;
 }
 
 RowView<float> output_rows(const at::Tensor& tensor) {

@@ -48,8 +48,9 @@ BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
 TensorView input_view(const at::Tensor& tensor);
 TensorView output_view(const at::Tensor& tensor);
 
-// A descale of a checked call, laid out as call/fields.py says; of an undefined one: none.
-ScaleView scale_view(const at::Tensor& scale, bool is_written = false);
+// A descale of a checked call, of rows of so many columns, laid out as call/fields.py says; of an
+// undefined one: none.
+ScaleView scale_view(const at::Tensor& scale, std::int64_t columns, bool is_written = false);
 
 // A contiguous (batch, heads, rows) or (heads, rows) tensor.
 RowView<float> output_rows(const at::Tensor& tensor);

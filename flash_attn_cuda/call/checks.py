@@ -84,7 +84,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
         tensors.check_data(known, x, layout_of(name, call), (E4M3,) if may_be_e4m3 else ())
         tensors.check_device(known, x, q, names.q)
     check_holds(rules.OF_TENSORS + rules.OF_VALUES, names, call)
-    if call.reads_e4m3():
+    if call.has_fp8_values():
         check_holds(rules.OF_E4M3, names, call)
     check_rules(rules.OF_CALL, names, call)
     if call.is_packed():
@@ -95,7 +95,8 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     check_holds(rules.OF_ARRAYS, names, call)
     if call.quantizes_tokens:
         for name in ("k_descale", "v_descale"):
-            tensors.check_may_be_written(name, getattr(call, name))
+            if (scale := getattr(call, name)) is not None:
+                tensors.check_may_be_written(name, scale)
 
 
 def _check_arrays(call: AttentionCall, names: Names) -> None:
@@ -116,14 +117,19 @@ def _check_arrays(call: AttentionCall, names: Names) -> None:
             known = getattr(names, name, name)
             tensors.check_place(known, array, dtypes[dtype], call.q, names.q)
             if shapes != (("...",),):
-                tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call))
+                tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call, array))
 
 
-def _in_numbers(shapes: Any, sizes: dict[Any, int], call: AttentionCall) -> list[tuple[int, ...]]:
-    """Without that of tokens, unless k is a cache or pages."""
+def _in_numbers(
+    shapes: Any, sizes: dict[Any, int], call: AttentionCall, array: torch.Tensor
+) -> list[tuple[int, ...]]:
+    """Without those of tokens, unless k is a cache or pages."""
     made: list[tuple[int, ...]] = []
     for shape in shapes:
-        if shape != ("tokens",):
+        if shape == ("groups",):
+            if call.reads_in_place() and call.is_fp8_latent() and array.dim() == 4:
+                made.append((*call.k.shape[:-1], array.shape[-1]))
+        elif shape != ("tokens",):
             made.append(tuple([sizes.get(symbol, symbol) for symbol in shape]))
         elif call.reads_in_place():
             made.append(tuple(call.k.shape[:-1]))

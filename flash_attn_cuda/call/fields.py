@@ -29,8 +29,8 @@ class Argument(NamedTuple):
     "out" for what operators do not have. Of what comes into a backward, "target" for what it
     writes, and how, "extension" for what operators do not have.
     shape: of an array that is checked by it alone: B sequences, Hq query heads, Hk key heads,
-    tokens of a cache or pages, each with Hk; "|" between those that it may have; "...": any, for
-    rules.py to restrict. Or like what.
+    tokens of a cache or pages, each with Hk, and of FP8 latent rows groups of a token's columns;
+    "|" between those that it may have; "...": any, for rules.py to restrict. Or like what.
     dtype: of that array, "int32", "int64", "fp32", "lse", softmax_lse's, or "new", that of new
     keys; or of q or the results.
     is_strided: kernels read that array by its strides, not as a plain one.
@@ -57,7 +57,9 @@ class Argument(NamedTuple):
     in_float32: str = ""
 
     def shapes(self) -> tuple[tuple[str | int, ...], ...]:
-        """That the array may have: sizes such as "B" or 4, or "tokens" for those of k's rows."""
+        """That the array may have: sizes such as "B" or 4, or "tokens" for those of k's rows, with
+        "groups" and as many as the array has behind them.
+        """
         return tuple(map(_sizes, self.shape.split("|")))
 
 
@@ -156,7 +158,8 @@ class AttentionCall:
     rotary_cos: Tensor | None = argument(None, shape="...", dtype="q", part="append")
     rotary_sin: Tensor | None = argument(None, shape="...", dtype="q", part="append")
     rotary_interleaved: bool = argument(True, part="append")
-    # What k and v of e4m3, and q before it was converted, are times. None: 1
+    # What k and v of e4m3, and q before it was converted, are times. None: 1. v alone may be of
+    # e4m3 beside a qv; then a token's columns may have several scales, one for as many each.
     q_descale: Tensor | None = argument(
         None, shape="(Hk,) | (B, Hk)", dtype="fp32", is_strided=True, part="cache"
     )
@@ -164,7 +167,7 @@ class AttentionCall:
         None, shape="(Hk,) | (B, Hk) | tokens", dtype="fp32", is_strided=True, part="cache"
     )
     v_descale: Tensor | None = argument(
-        None, shape="(Hk,) | (B, Hk) | tokens", dtype="fp32", is_strided=True, part="cache"
+        None, shape="(Hk,) | (B, Hk) | tokens | groups", dtype="fp32", is_strided=True, part="cache"
     )
     # scales of new keys and values are made of them, and written into k_descale and v_descale
     quantizes_tokens: bool = argument(False, part="append")
@@ -190,6 +193,19 @@ class AttentionCall:
         """Whether k, and with it v, is of e4m3."""
         return self.k.dtype == E4M3
 
+    def is_fp8_latent(self) -> bool:
+        """Whether v alone is of e4m3: latent rows beside rotary columns in 16 bits."""
+        return (
+            self.qv is not None
+            and not self.is_of_one_length()
+            and self.v.dtype == E4M3
+            and self.k.dtype != E4M3
+        )
+
+    def has_fp8_values(self) -> bool:
+        """Whether v is of e4m3, with k or alone."""
+        return self.v.dtype == E4M3
+
     def appends_fp8(self) -> bool:
         """Whether new keys are numbers of a cache of e4m3 already."""
         return self.k_new is not None and self.is_fp8() and self.k_new.dtype == E4M3
@@ -204,7 +220,11 @@ class AttentionCall:
 
     def reads_e4m3(self) -> bool:
         """Whether k or v, one of which may be wrong, is of e4m3 where both may be."""
-        return not self.is_of_one_length() and (self.k.dtype == E4M3 or self.v.dtype == E4M3)
+        return (
+            not self.is_of_one_length()
+            and not self.is_fp8_latent()
+            and (self.k.dtype == E4M3 or self.v.dtype == E4M3)
+        )
 
     def has_cache_seqlens(self) -> bool:
         return self.seqused_k is not None or self.seqlen_k is not None

@@ -17,6 +17,7 @@ E4M3 = "torch.float8_e4m3fn"
 MAX_HEAD_DIM = 512
 MAX_ROWS_WITH_ORIGIN = 2**28
 FP8_MULTIPLE = 16  # of the head dims of e4m3
+LEAST_GROUP = 64  # columns of a latent row that share a scale; a power of two
 MAX_HEAD_DIM_WITH_QV = 64  # of q and k, on CUDA
 TILE = 128  # queries, or keys
 WANTED = "in a call whose gradients are wanted"
@@ -109,14 +110,16 @@ OF_CALL = (
     Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
     Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
     Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=(*_OF_TRAINING, "qv"), given=_SCALES),
+    Rules("is_fp8_latent", f"where {{v}} alone is of {E4M3}", given=("v_descale",)),
     Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
     Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
     Rules("not qv", "without qv", refused=("key_lists",)),
     Rules("lists_blocks", refusal="key_list_block: must be 1, got {key_list_block.value}"),
+    Rules("not is_fp8", f"where {{k}} is not of {E4M3}", absent=("q_descale", "k_descale")),
     Rules(
-        "not is_fp8",
-        f"where {{k}} is not of {E4M3}",
-        absent=("q_descale", *_SCALES, "quantizes_tokens"),
+        "not has_fp8_values",
+        f"where {{v}} is not of {E4M3}",
+        absent=("v_descale", "quantizes_tokens"),
     ),
     Rules(
         "appends_fp8",
@@ -211,7 +214,7 @@ OF_TENSORS = (
          "must have the dtype of {k} ({k.dtype}), got {v.dtype}", "reads_e4m3", TypeError),
     Must("k", lambda call: call.k.dtype == call.q.dtype,
          "must have the dtype of {q} ({q.dtype}), got {k.dtype}", "not reads_e4m3", TypeError),
-    Must("v", lambda call: call.v.dtype == call.q.dtype,
+    Must("v", lambda call: call.v.dtype == call.q.dtype or call.is_fp8_latent(),
          "must have the dtype of {q} ({q.dtype}), got {v.dtype}", "not reads_e4m3", TypeError),
     Must("q", lambda call: 1 <= call.head_dim() <= MAX_HEAD_DIM,
          f"{_HEAD_DIM} {_RANGE} {{head_dim}}"),
@@ -234,7 +237,10 @@ OF_VALUES = (
 # Of e4m3.
 OF_E4M3 = (
     Must("k", lambda call: call.head_dim_k() % FP8_MULTIPLE == 0,
-         f"{_HEAD_DIM} {_MULTIPLE} {{head_dim_k}}"),
+         f"{_HEAD_DIM} {_MULTIPLE} {{head_dim_k}}", "not is_fp8_latent"),
+    Must("k", lambda call: call.head_dim_k() % 8 == 0,
+         f"{_HEAD_DIM} must be a multiple of 8 beside {{v}} of {E4M3}, got {{head_dim_k}}",
+         "is_fp8_latent"),
     Must("v", lambda call: call.head_dim_v() % FP8_MULTIPLE == 0,
          f"{_HEAD_DIM_V} {_MULTIPLE} {{head_dim_v}}"),
 )  # fmt: skip
@@ -289,18 +295,25 @@ OF_ARRAYS = (
          "must have shape (batch, max_pages), got {block_table.shape}", "block_table"),
     Must("k", lambda call: call.k.shape[1] >= 1,
          "pages must have at least one row, got shape {k.shape}", "block_table"),
-    Must("k_descale", lambda call: call.k_descale.dim() == 3,
+    Must("k_descale", lambda call: call.k_descale is None or call.k_descale.dim() == 3,
          f"{_A_SCALE} of {{k}}, shape {{k.shape[:-1]}}, {_WRITTEN} {{k_descale.shape}}",
          "quantizes_tokens"),
-    Must("v_descale", lambda call: call.v_descale.dim() == 3,
+    Must("v_descale", lambda call: call.v_descale.dim() >= 3,
          f"{_A_SCALE} of {{k}}, shape {{k.shape[:-1]}}, {_WRITTEN} {{v_descale.shape}}",
          "quantizes_tokens"),
-    Must("k_descale", lambda call: not is_expanded(call.k_descale),
+    Must("k_descale", lambda call: call.k_descale is None or not is_expanded(call.k_descale),
          f"must not be expanded {_WRITTEN} strides {{k_descale.strides}}", "quantizes_tokens"),
     Must("v_descale", lambda call: not is_expanded(call.v_descale),
          f"must not be expanded {_WRITTEN} strides {{v_descale.strides}}", "quantizes_tokens"),
-    Must("v_descale", lambda call: not is_same(call.k_descale, call.v_descale),
+    Must("v_descale", lambda call:
+         call.k_descale is None or not is_same(call.k_descale, call.v_descale),
          "must be another tensor than k_descale where quantize writes it", "quantizes_tokens"),
+    Must("v_descale", lambda call: call.v_descale.dim() < 4 or (
+         call.v_descale.shape[3] >= 1
+         and call.head_dim_v() % (LEAST_GROUP * call.v_descale.shape[3]) == 0
+         and MAX_HEAD_DIM * call.v_descale.shape[3] % call.head_dim_v() == 0),
+         "last dimension must divide the columns of {v} ({head_dim_v}) into groups of 64, 128, 256 "
+         "or 512, got {v_descale.shape}", "is_fp8_latent"),
     Must("origin", lambda call:
          call.q.shape[0] <= MAX_ROWS_WITH_ORIGIN and call.k.shape[0] <= MAX_ROWS_WITH_ORIGIN,
          f"must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got q of {{q.shape}} and k of "

@@ -99,7 +99,7 @@ def attend_plainly(
 def needs_gradient(call: AttentionCall) -> bool:
     if not torch.is_grad_enabled():
         return False
-    inputs = arguments_of(call, DIFFERENTIABLE if call.k_descale is None else WITH_SCALES)
+    inputs = arguments_of(call, DIFFERENTIABLE if call.v_descale is None else WITH_SCALES)
     return any(x is not None and x.requires_grad for x in inputs)
 
 
@@ -127,7 +127,7 @@ def _is_plain(call: AttentionCall) -> bool:
         and PLAIN.issuperset(map(type, vars(call).values()))
         # The backward of others refuses.
         and (
-            (call.block_table is call.k_descale is None and not call.over_cache)
+            (call.block_table is call.v_descale is None and not call.over_cache)
             or not needs_gradient(call)
         )
     )

@@ -71,6 +71,11 @@ def fp8(call: Described) -> Described:
     return call | scales | {"k": call["k"].to(E4M3)}
 
 
+# v alone is of e4m3.
+FP8_LATENT: Described = CACHE | {"qv": zeros(2, 3, 4, 256), "softmax_scale": 0.1}
+FP8_LATENT |= {"v": zeros(2, 10, 2, 256, dtype=E4M3), "v_descale": torch.ones(2, 10, 2, 2)}
+
+
 # A call of which the fact holds, and which obeys all rules so far.
 CALLS: dict[str, Described] = {
     "is_of_one_length": ONE_LENGTH,
@@ -85,6 +90,8 @@ CALLS: dict[str, Described] = {
     "qv": LATENT,
     "is_fp8": fp8(PACKED),
     "not is_fp8": CACHE,
+    "is_fp8_latent": FP8_LATENT,
+    "not has_fp8_values": CACHE,
     "appends_fp8": fp8(CACHE) | {x: y.to(E4M3) for x, y in APPENDS.items()},
     "v_new": CACHE | {"v_new": APPENDS["v_new"]},
     "k_new": CACHE | {"k_new": APPENDS["k_new"]},
@@ -118,8 +125,9 @@ ABSENT = (
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
     ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
-    ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}",
-     "q_descale k_descale v_descale quantizes_tokens"),
+    ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
+    ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
+     "v_descale quantizes_tokens"),
     ("appends_fp8", ValueError, f"where k {OF_E4M3}", "quantizes_tokens"),
     ("appends_fp8", NotImplementedError, f"where k {OF_E4M3}", ROTARY),
     ("not k_new", ValueError, "without k", f"cu_seqlens_k_new {ROTARY} quantizes_tokens"),
@@ -128,13 +136,15 @@ ABSENT = (
 GIVEN = (
     ("is_fp8", "k_descale", f"k_descale: must be given where k {OF_E4M3}, got None"),
     ("is_fp8", "v_descale", f"v_descale: must be given where k {OF_E4M3}, got None"),
+    ("is_fp8_latent", "v_descale",
+     f"v_descale: must be given where v_cache alone {OF_E4M3}, got None"),
     ("qv", "softmax_scale", f"softmax_scale: must be given with qv, {UNABSORBED}, got None"),
     ("v_new", "k_new", "k: must be given with v, got None"),
     ("k_new", "v_new", "v: must be given with k, got None"),
     ("k_new", "has_cache_seqlens", "cache_seqlens: must be given with k, got None"),
     ("rotary_cos", "rotary_sin", "rotary_sin: must be given with rotary_cos, got None"),
     ("rotary_sin", "rotary_cos", "rotary_cos: must be given with rotary_sin, got None"),
-)
+)  # fmt: skip
 QUANTIZES = fp8(CACHE) | APPENDS | {"quantizes_tokens": True}
 QUANTIZES |= {f"{x}_descale": torch.ones(2, 10, 2) for x in "kv"}
 ONE_SCALE, EXPANDED = torch.ones(2, 10, 2), torch.ones(2, 10, 1).expand(2, 10, 2)
@@ -176,6 +186,9 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
     "OF_E4M3": (
         (fp8(PACKED), {"q": zeros(6, 4, 24), "k": zeros(20, 2, 24, dtype=E4M3)},
          f"k: last dimension (head_dim) must be a multiple of 16 of {E4M3}, got 24"),
+        (FP8_LATENT, {"q": zeros(2, 3, 4, 20), "k": zeros(2, 10, 2, 20)},
+         "k_cache: last dimension (head_dim) must be a multiple of 8 beside v_cache of "
+         f"{E4M3}, got 20"),
         (fp8(CACHE), {"v": zeros(2, 10, 2, 8, dtype=E4M3)},
          f"v_cache: last dimension (head_dim_v) must be a multiple of 16 of {E4M3}, got 8"),
     ),
@@ -205,6 +218,9 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (QUANTIZES, {"v_descale": EXPANDED}, f"v_descale: {NOT_EXPANDED}"),
         (QUANTIZES, {"k_descale": ONE_SCALE, "v_descale": ONE_SCALE},
          "v_descale: must be another tensor than k_descale where quantize writes it"),
+        (FP8_LATENT, {"v_descale": torch.ones(2, 10, 2, 8)},
+         "v_descale: last dimension must divide the columns of v_cache (256) into groups of 64, "
+         "128, 256 or 512, got (2, 10, 2, 8)"),
         (PACKED, {"origin": integers(2, 4), "q": zeros(1, 4, 16).expand(2**28 + 1, 4, 16)},
          "origin: must be None for more than 268435456 rows, got q of (268435457, 4, 16) and k of "
          "(20, 2, 16)"),

@@ -72,6 +72,19 @@ TEST(what_tma_cannot_load_decodes) {
   }
 }
 
+TEST(values_of_e4m3_decode) {
+  const auto of_e4m3 = [](ForwardParams& params) {
+    params.e4m3_latent = true;
+    params.v.row_stride = 656;  // in bytes, as keys' in 16 bits
+    params.k.row_stride = 656 / 2;
+  };
+  const ForwardPlan plan = planned(latent_call(1, 16), both(pages(64), of_e4m3));
+  CHECK_EQ(std::string(plan.instance->name), decode_row);
+  CHECK(plan.has_vector_rows);
+  const auto with_odd_keys = [](ForwardParams& params) { params.k.row_stride += 4; };
+  CHECK_ERROR(planned(latent_call(1, 16), both(of_e4m3, with_odd_keys)), "whole 16 bytes");
+}
+
 TEST(other_gpus_decode_by_their_shared_memory) {
   for (const int heads : {1, 16, 128}) {
     CHECK_EQ(row(latent_call(1, heads), nothing, a100), decode_row);
