@@ -211,6 +211,11 @@ class KernelRow:
         return Feature.latent in self.features
 
     @property
+    def is_e4m3(self) -> bool:
+        """reads_e4m3 of config.h."""
+        return Feature.e4m3_kv in self.features
+
+    @property
     def launch_header(self) -> str:
         """The header of the kernel's make_..._instance, within csrc/."""
         return f"{self.kernel.value.replace(' ', '/')}/launch.h"

@@ -8,6 +8,7 @@ from kernel_table.features import (
     CACHE_MODIFIERS,
     DROPOUT,
     E4M3_CACHE,
+    E4M3_LATENT,
     LATENT,
     LISTS,
     MODIFIERS,
@@ -122,7 +123,7 @@ SM90_FORWARD = (
             tile({"": NO_FEATURES, "dropout": MODIFIERS | DROPOUT}),
             tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
             tile({"cache_modifiers": CACHE_MODIFIERS}),
-            tile({"e4m3": E4M3_CACHE}, producer_registers=56, consumer_registers=224),
+            tile({"e4m3": E4M3_CACHE}, producer_registers=72, consumer_registers=216),
         ),
     ),
     entry(
@@ -139,18 +140,28 @@ SM90_FORWARD = (
 # shorter. Stages: as many as fit. One warpgroup has the registers that the launch gives.
 
 # fmt: off
-SM90_LATENT = tuple(
-    entry(
+SM90_LATENT = (
+    *(entry(
         Kernel.sm90_latent, (64, latent),
         block_n=64, num_warps=4, producer_registers=0, consumer_registers=0,
         tiles=(
             tile({"rows16": LATENT}, block_m=16, stages_kv=stages[0]),
             tile({"rows32": LATENT}, block_m=32, stages_kv=stages[1]),
             tile({"rows64": LATENT}, block_m=64, stages_kv=stages[2], num_warps=8,
-                 producer_registers=56, consumer_registers=224),
+                 producer_registers=72, consumer_registers=216),
         ),
     )
-    for latent, stages in ((256, (26, 24, 20)), (512, (25, 22, 17)))
+    for latent, stages in ((256, (26, 24, 20)), (512, (25, 22, 17)))),
+    entry(
+        Kernel.sm90_latent, (64, 512),
+        block_n=64, num_warps=4,
+        tiles=(
+            tile({"rows16_e4m3": E4M3_LATENT}, block_m=16, stages_kv=14,
+                 producer_registers=112, consumer_registers=144),
+            tile({"rows32_e4m3": E4M3_LATENT}, block_m=32, stages_kv=12,
+                 producer_registers=88, consumer_registers=232),
+        ),
+    ),
 )
 # fmt: on
 

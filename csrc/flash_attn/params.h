@@ -270,6 +270,8 @@ struct ForwardParams {
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
 };
 
+constexpr bool has_key_lists(const ForwardParams& params) { return params.keys_per_list > 0; }
+
 // Rows of q over all sequences.
 inline std::int64_t query_rows(const ForwardParams& params) {
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;

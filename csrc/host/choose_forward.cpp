@@ -48,13 +48,6 @@ bool prefers_decode(const ForwardParams& params) {
   return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
 }
 
-// sm90 kernels load boxes that lie in one page and begin where the swizzle of shared memory does.
-bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences) {
-  constexpr int swizzled_rows = 8;
-  return paged.block_table == nullptr ||
-         (paged.page_size % swizzled_rows == 0 && sequences.leftpad_k == nullptr);
-}
-
 // Tiles of the whole call in an sm90 row, at most.
 std::int64_t most_tiles(const ForwardParams& params, const ForwardConfig& row) {
   const AttentionShape& shape = params.shape;
@@ -211,28 +204,32 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
 }
 
 // Of absorbed latent attention: the sm90 row of the fewest rows that has those of a sequence, or of
-// the most that there are; a decode kernel where TMA cannot load the tensors. With lists of keys
-// rows are of one query, and its keys come one by one.
+// the most that there are; a decode kernel where neither TMA nor vectors can load the tensors. With
+// lists of keys rows are of one query. Rows of e4m3 convert, and have vectors; a decode kernel does
+// so as well.
 const ForwardInstance& choose_latent(const ForwardParams& params, const TensorExtents& extents,
-                                     const DeviceInfo& device,
+                                     bool has_vectors, const DeviceInfo& device,
                                      std::span<const ForwardInstance* const> instances) {
-  constexpr std::int64_t most_rows = 64;
+  const bool is_e4m3 = params.e4m3_latent;
+  const std::int64_t most_rows = is_e4m3 ? 32 : 64;
   KernelRequest request = request_of(params, extents);
   request.kind = ForwardKind::latent;
-  const bool has_lists = params.keys_per_list > 0;
-  const std::int64_t rows = has_lists ? params.shape.heads_per_key_head() : packed_rows(params);
+  const std::int64_t rows =
+      has_key_lists(params) ? params.shape.heads_per_key_head() : packed_rows(params);
   request.latent_rows = static_cast<int>(std::min(rows, most_rows));
-  request.features |= feature::paged_kv | feature::latent;  // all its rows are for caches as well
-  // Those read 16 bits. The decode kernels have no other rows for e4m3: they convert as they load.
-  request.suits_sm90 = !params.e4m3_latent && tma_can_move(params.q, params.dtype, extents.q) &&
+  const FeatureSet features = request.features | feature::paged_kv | feature::latent;
+  request.features = features | (is_e4m3 ? feature::e4m3_kv : 0);
+  const bool loads_boxes = !is_e4m3 && !loads_rows(params);
+  request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
                        tma_can_move(params.qv, params.dtype, extents.q) &&
-                       tma_can_move(params.k, params.dtype, extents.k) &&
-                       tma_can_move(params.v, params.dtype, extents.v) &&
-                       (has_lists || has_boxes(params.paged, params.sequences));
+                       (loads_boxes ? tma_can_move(params.k, params.dtype, extents.k) &&
+                                          tma_can_move(params.v, params.dtype, extents.v)
+                                    : has_vectors);
   const ForwardInstance* found = find_instance(instances, request, device);
   if (found != nullptr) return *found;
   request.kind = ForwardKind::decode;
   request.latent_rows = 0;
+  request.features = features;
   return select_instance(instances, request, device);
 }
 
@@ -249,7 +246,8 @@ int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
 const ForwardInstance& choose_instance(const ForwardParams& params, const TensorExtents& extents,
                                        bool has_vectors, const DeviceInfo& device,
                                        std::span<const ForwardInstance* const> instances) {
-  if (params.qv.data != nullptr) return choose_latent(params, extents, device, instances);
+  if (params.qv.data != nullptr)
+    return choose_latent(params, extents, has_vectors, device, instances);
   KernelRequest request = request_of(params, extents);
   request.kind = ForwardKind::decode;
   if (!has_vectors) return select_instance(instances, request, device);

@@ -124,6 +124,12 @@ TensorExtents tensor_extents(const AttentionShape& shape, const SequenceParams& 
   return extents;
 }
 
+bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences) {
+  constexpr int swizzled_rows = 8;
+  return paged.block_table == nullptr ||
+         (paged.page_size % swizzled_rows == 0 && sequences.leftpad_k == nullptr);
+}
+
 bool tma_can_move(const TensorView& view, Dtype dtype, const TensorExtent& extent) {
   return is_aligned(view.data) && is_valid(view.batch_stride, extent.batch_size, dtype) &&
          is_valid(view.row_stride, extent.rows, dtype) &&

@@ -24,6 +24,15 @@ TensorExtents tensor_extents(const AttentionShape& shape, const SequenceParams& 
 // 2^40 and, where there is a second element to step to, not 0.
 bool tma_can_move(const TensorView& view, Dtype dtype, const TensorExtent& extent);
 
+// Whether keys lie in boxes of TMA: those that lie in one page and begin where the swizzle of
+// shared memory does.
+bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences);
+
+// Whether a latent kernel copies keys row by row: those of lists, and where there are no boxes.
+inline bool loads_rows(const ForwardParams& params) {
+  return has_key_lists(params) || !has_boxes(params.paged, params.sequences);
+}
+
 // A map whose boxes end where a sequence ends, wherever that is. Its coordinates are (column,
 // box.rows - n, row + n, head, batch) for the n rows from `row` on: the second one leaves the map
 // after n rows, and what lies beyond is not read but zero. The same row stride serves the second

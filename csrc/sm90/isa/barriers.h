@@ -40,6 +40,16 @@ struct PipelineState {
       lap ^= 1;
     }
   }
+
+  // After up to kStages more.
+  CUTE_DEVICE PipelineState plus(int stages) const {
+    PipelineState later{stage + stages, lap};
+    if (later.stage >= kStages) {
+      later.stage -= kStages;
+      later.lap ^= 1;
+    }
+    return later;
+  }
 };
 
 // The producer's side: producer_acquire; fill, which completes full[stage]; advance.

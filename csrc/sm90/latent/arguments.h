@@ -14,10 +14,12 @@ struct LatentArguments {
   CUtensorMap qv_map, v_map;  // of the latent columns
   ForwardParams params;
   SequenceTable table;
-  int most_tiles;       // of all heads; of packed sequences an upper bound
-  Divider heads;        // of k: tiles of one sequence and place are neighbours by head
-  Divider tiles;        // of a sequence that is not packed
-  Divider group;        // query heads of a key head
+  int most_tiles;  // of all heads; of packed sequences an upper bound
+  Divider heads;   // of k: tiles of one sequence and place are neighbours by head
+  Divider tiles;   // of a sequence that is not packed
+  Divider group;   // rows of a query (rows_of_query)
+  int heads_per_key_head;
+  bool loads_boxes;     // of keys: else one by one, by lists, of e4m3 or in pages that no box fits
   int query_box_rows;   // of a box of q or qv: heads of one query
   int key_box_rows;     // of a box of k or v: a block's, or what lies in one page
   float scale_log2;     // from a score to powers of two, positive: hidden scores are -inf

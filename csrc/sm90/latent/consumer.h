@@ -65,18 +65,10 @@ struct LatentConsumer {
   // The key, of the block's, that its row h of S^T is; the column of a piece of O^T.
   CUTE_DEVICE int key_of(int h) const { return 16 * warp + lane / 4 + 8 * h; }
 
-  CUTE_DEVICE PipelineState<Traits::stages> piece_state(int piece) const {
-    PipelineState<Traits::stages> at = state;
-    at.stage += piece;
-    if (at.stage >= Traits::stages) {
-      at.stage -= Traits::stages;
-      at.lap ^= 1;
-    }
-    return at;
-  }
-  CUTE_DEVICE void release(int piece) const { consumer_release(smem.ring, piece_state(piece)); }
+  CUTE_DEVICE void release(int piece) const { consumer_release(smem.ring, state.plus(piece)); }
 
-  // S^T, piece after piece as they come.
+  // S^T, piece after piece as they come. Of what threads have stored, not TMA, the fence is here:
+  // theirs would wait for the loads that they have under way.
   CUTE_DEVICE void multiply_scores(Scores& tSrS) const {
     typename Traits::ScoresMma mma;
     auto sK = smem_tile<typename Traits::PieceLayout>(smem.pieces);
@@ -85,31 +77,36 @@ struct LatentConsumer {
     auto tSrQ = b_fragment(mma, sQ, thread);
     CUTE_UNROLL
     for (int piece = 0; piece < Traits::pieces; ++piece) {
-      const auto at = piece_state(piece);
+      const auto at = state.plus(piece);
       consumer_wait(smem.ring, at);
+      if (Traits::is_e4m3 || !args.loads_boxes) cutlass::arch::fence_view_async_shared();
       start_product(mma, tSrK(_, _, _, at.stage), tSrQ(_, _, _, piece), tSrS, piece > 0);
     }
     wait_products<0>(tSrS);
   }
 
-  // What the window, the sequence's end or a missing page hides becomes -inf.
-  CUTE_DEVICE void hide(LatentItem const& item, int block, bool misses_keys, Scores& tSrS) const {
-    Sequence const& sequence = item.work.sequence;
+  // The block's keys that are there, of which this warp has 16: a bit each.
+  CUTE_DEVICE unsigned keys_seen() const {
+    return smem.seen[state.stage][warp / 2] >> (warp % 2 * 16) & 0xffff;
+  }
+
+  // What is not there, or the window hides, becomes -inf. A list has no key that its window hides.
+  CUTE_DEVICE void hide(LatentItem const& item, int block, unsigned seen, Scores& tSrS) const {
     Window const& window = args.params.window;
+    const bool has_window = !has_key_lists(args.params);
     auto scores = rows_cols_view(tSrS);
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       const int key = block * Traits::block_n + key_of(h);
-      bool exists = key < sequence.seqlen_k;
-      if (misses_keys) exists = exists && KeyRows::of(args.params.paged, sequence).has(key);
+      const bool exists = (seen >> (lane / 4 + 8 * h) & 1) != 0;
       CUTE_UNROLL
       for (int i = 0; i < columns; ++i) {
         const int centre =
-            latent_row<Traits>(args.group, item.work, row_of(i)).query + sequence.shift;
-        const bool is_seen = exists &&
-                             (window.left == Window::unbounded || key >= centre - window.left) &&
-                             (window.right == Window::unbounded || key <= centre + window.right);
-        if (!is_seen) scores(h, i) = -INFINITY;
+            latent_row<Traits>(args, item.work, row_of(i)).query + item.work.sequence.shift;
+        const bool is_hidden =
+            has_window && ((window.left != Window::unbounded && key < centre - window.left) ||
+                           (window.right != Window::unbounded && key > centre + window.right));
+        if (!exists || is_hidden) scores(h, i) = -INFINITY;
       }
     }
   }
@@ -224,8 +221,8 @@ struct LatentConsumer {
     for (int t = 0; t < own_values; ++t) warpgroup_fence_operand(tOrO[t]);
     CUTE_UNROLL
     for (int t = 0; t < own_values; t += 2) {
-      const int even = piece_state(first + t).stage;
-      const int odd = piece_state(first + t + 1).stage;
+      const int even = state.plus(first + t).stage;
+      const int odd = state.plus(first + t + 1).stage;
       warpgroup_arrive();
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tOrV); ++k) {
@@ -258,7 +255,7 @@ struct LatentConsumer {
     Scores tSrS;
     multiply_scores(tSrS);
     if (block + 1 == item.range.end) consumer_release(smem.q_ring, q_state);
-    const bool misses_keys = smem.misses_keys[state.stage];
+    const unsigned seen = keys_seen();
     __syncwarp();
     release_others();
     if (args.negates_scores) {
@@ -266,11 +263,11 @@ struct LatentConsumer {
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) = -tSrS(i);
     }
     if (args.params.score.softcap > 0.0f) Softcap::scale_and_apply(args.params.score, tSrS);
-    if (!item.range.is_interior(block) || misses_keys) hide(item, block, misses_keys, tSrS);
+    if (!item.range.is_interior(block) || seen != 0xffff) hide(item, block, seen, tSrS);
     make_probabilities(block == item.range.begin, tSrS, tOrO);
     multiply_values(tOrO);
     if (Traits::buffers_p > 1) buffer ^= 1;
-    state = piece_state(Traits::pieces);
+    state = state.plus(Traits::pieces);
   }
 
   // The item's part of O and LSE, normalised, or the tile's.
@@ -281,7 +278,7 @@ struct LatentConsumer {
     const bool writes_lse = warpgroup == 0 && warp == 0 && lane < 4;
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
-      const PackedRow row = latent_row<Traits>(args.group, work, row_of(i));
+      const PackedRow row = latent_row<Traits>(args, work, row_of(i));
       const bool exists = row.query < work.sequence.rows_q;
       const bool attends = row.query < work.sequence.seqlen_q;
       Denominator total{softmax.sum[i], softmax.reference[i]};
@@ -327,7 +324,7 @@ struct LatentConsumer {
     TensorView const& out = args.params.out;
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
-      const PackedRow row = latent_row<Traits>(args.group, work, row_of(i));
+      const PackedRow row = latent_row<Traits>(args, work, row_of(i));
       if (row.query >= work.sequence.rows_q) continue;
       auto* target =
           static_cast<Element*>(out.data) + output_offset(out, work.sequence, row.head, row.query);

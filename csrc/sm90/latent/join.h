@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(32 * join_warps)
     const int column = piece * Traits::piece_columns + thread / 32 * 16 + lane / 4;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const PackedRow place_of_row = latent_row<Traits>(args.group, work, row + i);
+      const PackedRow place_of_row = latent_row<Traits>(args, work, row + i);
       if (place_of_row.query >= work.sequence.rows_q) continue;
       const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
       auto* target = static_cast<Element*>(out.data) + column +

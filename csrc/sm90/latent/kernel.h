@@ -4,17 +4,25 @@
 //
 // A tile is block_m rows, the query heads of a key head of as many queries as fit. CTAs share the
 // keys (share.h). Threads: a producer warpgroup (producer.h), of which one warp finds what there
-// is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one queries; and
-// one or two consumer warpgroups (consumer.h). Parts of tiles are joined by a second kernel
-// (join.h).
+// is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one queries, or
+// two load keys by their rows (row_loader.h); of e4m3 two warpgroups more, which convert keys
+// (e4m3_loader.h); and one or two consumer warpgroups (consumer.h). Parts of tiles are joined by a
+// second kernel (join.h).
 #pragma once
 
 #include "sm90/frame.h"
 #include "sm90/latent/consumer.h"
+#include "sm90/latent/e4m3_loader.h"
+#include "sm90/latent/row_loader.h"
 
 namespace flash_attn_cuda::sm90 {
 
-enum LatentWarp : int { latent_loading_warp, latent_finding_warp, latent_query_warp };
+enum LatentWarp : int {
+  latent_loading_warp,
+  latent_finding_warp,
+  latent_query_warp,
+  latent_second_loading_warp  // of rows
+};
 
 // Reads the arguments, so that they are in a cache when others want them, one after the other.
 CUTE_DEVICE void read_ahead(LatentArguments const& args) {
@@ -33,31 +41,43 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   using Traits = LatentTraits<Tag>;
   extern __shared__ __align__(1024) char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
+  constexpr bool is_e4m3 = Traits::is_e4m3;
+  const bool loads_rows = !is_e4m3 && !args.loads_boxes;
   if (threadIdx.x == 0) {
     constexpr int consumer_warps = 4 * Traits::consumers;
-    smem.ring.init(consumer_warps);
+    const int loading_warps = is_e4m3 ? 4 * Traits::converters : loads_rows ? 2 : 1;
+    smem.ring.init(consumer_warps, loads_rows ? RowLoader<Traits>::arrivals : loading_warps);
     smem.q_ring.init(consumer_warps);
-    smem.item_ring.init(consumer_warps + 2);  // the loading warps read items too
-    publish_barriers(args.q_map, args.k_map, args.qv_map, args.v_map);
+    smem.item_ring.init(consumer_warps + loading_warps + 1);  // who reads items
+    publish_barriers(args.q_map, args.qv_map);
+    if (args.loads_boxes) publish_barriers(args.k_map, args.v_map);
   }
   follow_earlier_kernels();
   __syncthreads();
 
   const int warp = warp_of_cta();
+  constexpr int first_consumer = 1 + Traits::converters;  // warpgroup
   if (warp < 4) {
     set_registers<Traits, Traits::producer_registers>();
-    if (warp == latent_loading_warp) {
-      KeyLoader<Traits>{args, smem}.run();
-    } else if (warp == latent_finding_warp) {
+    if (warp == latent_finding_warp) {
       find_items<Traits>(args, smem);
     } else if (warp == latent_query_warp) {
       load_queries<Traits>(args, smem);
+    } else if (is_e4m3) {
+      if (warp == latent_second_loading_warp) read_ahead(args);
+    } else if (loads_rows) {
+      RowLoader<Traits>{args, smem, int(warp != latent_loading_warp)}.run();
+    } else if (warp == latent_loading_warp) {
+      KeyLoader<Traits>{args, smem}.run();
     } else {
       read_ahead(args);
     }
+  } else if (warp < 4 * first_consumer) {
+    set_registers<Traits, Traits::producer_registers>();
+    if constexpr (is_e4m3) E4m3Loader<Traits>{args, smem, warp - 4}.run();
   } else {
     set_registers<Traits, Traits::consumer_registers>();
-    LatentConsumer<Traits>(args, smem, warp / 4 - 1).run();
+    LatentConsumer<Traits>(args, smem, warp / 4 - first_consumer).run();
   }
 }
 

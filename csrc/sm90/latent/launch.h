@@ -37,7 +37,9 @@ void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream 
       is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
   // Rows of a joined cache are 1,152 bytes apart: with 256 bytes around each box they took 6 %
   // longer.
+  const bool loads_boxes = !Traits::is_e4m3 && !loads_rows(params);
   const auto key_map = [&](const TensorView& view, const TensorExtent& extent) {
+    if (!loads_boxes) return CUtensorMap{};
     const TensorBox box{box_rows, Traits::piece_columns, /*is_narrow_in_l2=*/true};
     return make_tensor_map(view, params.dtype, extent, box);
   };
@@ -62,7 +64,9 @@ void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .most_tiles = static_cast<int>(plan.schedule.grid_size()),
       .heads = Divider::by(params.shape.num_heads_k),
       .tiles = Divider::by(plan.schedule.num_tiles),
-      .group = Divider::by(params.shape.heads_per_key_head()),
+      .group = Divider::by(rows_of_query(params.shape, params.keys_per_list, Traits::block_m)),
+      .heads_per_key_head = params.shape.heads_per_key_head(),
+      .loads_boxes = loads_boxes,
       .query_box_rows = query_box_rows,
       .key_box_rows = box_rows,
       .scale_log2 = has_softcap ? log2e : positive_scale(scale_log2),

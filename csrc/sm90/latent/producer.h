@@ -45,11 +45,23 @@ struct KeyLoader {
   typename Traits::SharedStorage& smem;
   PipelineState<Traits::stages> state{};
 
-  CUTE_DEVICE void load(PagedSpan const& span) {
+  // Keys of a block that are there, of which this lane's box has some: a bit each.
+  CUTE_DEVICE uint2 keys_seen(PagedSpan const& span, int keys_left) const {
+    const int first = threadIdx.x % 32 * args.key_box_rows;
+    const bool exists = span.box.rows > 0 && span.box.place.exists();
+    const int count = exists ? max(0, min(args.key_box_rows, keys_left - first)) : 0;
+    const std::uint64_t bits = count == 0 ? 0 : ~std::uint64_t{0} >> (64 - count) << first;
+    return {__reduce_or_sync(0xffffffffu, static_cast<unsigned>(bits)),
+            __reduce_or_sync(0xffffffffu, static_cast<unsigned>(bits >> 32))};
+  }
+
+  CUTE_DEVICE void load(PagedSpan const& span, int keys_left) {
+    const uint2 seen = keys_seen(span, keys_left);
     CUTE_NO_UNROLL
     for (int piece = 0; piece < Traits::pieces; ++piece, state.advance()) {
       producer_acquire(smem.ring, state);
-      if (threadIdx.x % 32 == 0) smem.misses_keys[state.stage] = span.misses_keys;
+      if (piece == 0 && threadIdx.x % 32 == 0)
+        reinterpret_cast<uint2&>(smem.seen[state.stage]) = seen;
       load_pages<block_n, columns>(piece == 0 ? args.k_map : args.v_map,
                                    &smem.ring.full[state.stage],
                                    smem.pieces + state.stage * Traits::piece_elements, span,
@@ -75,7 +87,7 @@ struct KeyLoader {
       for (int block = item.range.begin; block < end; ++block) {
         const PagedSpan span = checked_span(keys, next, params.errors);
         if (block + 1 < end) next = look_up(block + 1);
-        load(span);
+        load(span, sequence.seqlen_k - block * block_n);
       }
     });
   }
@@ -101,7 +113,7 @@ CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::Shar
     for (int i = threadIdx.x % 32; i < boxes * Traits::pieces; i += 32) {
       const int piece = i / boxes;
       const int row = (i - piece * boxes) * args.query_box_rows;
-      const PackedRow place = latent_row<Traits>(args.group, item.work, row);
+      const PackedRow place = latent_row<Traits>(args, item.work, row);
       const int query = sequence.row_q + min(place.query, sequence.seqlen_q - 1);
       SM90_TMA_LOAD_4D::copy(piece == 0 ? &args.q_map : &args.qv_map, full, hint,
                              smem.q + (piece * Traits::block_m + row) * columns,

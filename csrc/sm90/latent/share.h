@@ -10,6 +10,11 @@
 
 namespace flash_attn_cuda::sm90 {
 
+template <class Traits>
+CUTE_DEVICE PackedRow latent_row(LatentArguments const& args, TileWork const& work, int row) {
+  return padded_row(args.group, args.heads_per_key_head, work, Traits::block_m, row);
+}
+
 // How a tile is divided: `count` times `blocks` of them from `first` on; the last has what is left.
 struct TileDivision {
   int first;
@@ -33,7 +38,9 @@ CUTE_DEVICE TileDivision divide_tile(LatentArguments const& args, LatentTile con
   // sides see.
   if (args.keys_per_part > 0) {
     const int each = args.keys_per_part / Traits::block_n;
-    const int all = (tile.work.sequence.seqlen_k + args.keys_per_part - 1) / args.keys_per_part;
+    const bool has_lists = has_key_lists(args.params);
+    const int keys = has_lists ? args.params.keys_per_list : tile.work.sequence.seqlen_k;
+    const int all = (keys + args.keys_per_part - 1) / args.keys_per_part;
     return {0, each, max(1, min(all, args.most_parts))};
   }
   const int each = max((blocks + args.most_parts - 1) / args.most_parts, 1);
@@ -64,10 +71,17 @@ struct LatentTiles {
     }
     find_work(coord, args.table, args.params, tile.work);
     Sequence const& sequence = tile.work.sequence;
-    const int first = latent_row<Traits>(args.group, tile.work, 0).query;
-    const int last = latent_row<Traits>(args.group, tile.work, Traits::block_m - 1).query;
-    tile.range = block_range(band_from_queries(args.params.window, sequence.shift), first,
-                             min(last, sequence.seqlen_q - 1), sequence.seqlen_k, Traits::block_n);
+    const int first = latent_row<Traits>(args, tile.work, 0).query;
+    const int last = latent_row<Traits>(args, tile.work, Traits::block_m - 1).query;
+    if (has_key_lists(args.params)) {
+      const int keys = first < sequence.seqlen_q ? args.params.keys_per_list : 0;
+      const int blocks = (keys + Traits::block_n - 1) / Traits::block_n;
+      tile.range = {.begin = 0, .end = blocks, .interior_begin = 0, .interior_end = blocks};
+    } else {
+      tile.range =
+          block_range(band_from_queries(args.params.window, sequence.shift), first,
+                      min(last, sequence.seqlen_q - 1), sequence.seqlen_k, Traits::block_n);
+    }
     tile.division = divide_tile<Traits>(args, tile);
     return tile;
   }

@@ -29,7 +29,10 @@ struct LatentTraits {
   static constexpr int head_dim_v = config.head_dim_v;
   // Warpgroups that multiply, which share the columns of O.
   static constexpr int consumers = config.num_warps / 4;
-  static constexpr int threads = warpgroup_threads * (1 + consumers);
+  // And that convert keys of e4m3.
+  static constexpr bool is_e4m3 = reads_e4m3(config.features);
+  static constexpr int converters = is_e4m3 ? 2 : 0;
+  static constexpr int threads = warpgroup_threads * (1 + converters + consumers);
   static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
   static constexpr int consumer_registers = own.consumer_registers;
@@ -50,6 +53,7 @@ struct LatentTraits {
   using OutputMma = TransposedMma<Element, block_m, block_n>;
   using QueryLayout = TileLayout<Element, block_m, piece_columns, pieces>;
   using PieceLayout = TileLayout<Element, block_n, piece_columns, stages>;
+  using PieceOffsets = decltype(as_position_independent_swizzle_layout(PieceLayout{}));
   // Rows innermost, in bricks of eight keys and eight rows.
   using ProbabilityLayout = decltype(tile_to_shape(
       GMMA::Layout_MN_INTER_Atom<Element>{}, Shape<Int<block_m>, Int<block_n>, Int<buffers_p>>{}));
@@ -58,16 +62,27 @@ struct LatentTraits {
   // What a thread holds of S^T: two keys of each of its columns, which are rows of Q.
   static constexpr int columns_per_thread = block_m / 4;
 
+  // What converters copy of a block before they convert it, each thread its own.
+  static constexpr int converter_threads = converters * warpgroup_threads;
+  struct StagedBytes {
+    uint4 rotary[2][converter_threads];
+    uint4 latent[value_pieces][converter_threads];
+    float scales[value_pieces / 4][converter_threads];
+  };
+  struct NoBytes {};
+
   struct SharedStorage {
     alignas(1024) Element pieces[stages * piece_elements];
     alignas(1024) Element q[block_m * piece_columns * LatentTraits::pieces];
     alignas(128) Element p[consumers][buffers_p * block_m * block_n];
+    alignas(16) std::conditional_t<is_e4m3, StagedBytes[2], NoBytes> staged;
     float row_parts[consumers][4][block_m];  // what each warp has of a row's maximum, or sum
     Ring<stages> ring;
     Ring<1> q_ring;
     Ring<item_stages> item_ring;
     LatentItem items[item_stages];
-    bool misses_keys[stages];  // of the block whose first piece lies there: some page is nowhere
+    unsigned seen[stages]
+                 [block_n / 32];  // keys, a bit each, of the block whose first piece is there
   };
 
   static_assert(block_n == 64, "the rows of a product");
@@ -77,10 +92,5 @@ struct LatentTraits {
   static_assert(stages >= pieces, "a block is there as a whole when its P is made");
   static_assert(sizeof(SharedStorage) <= smem_limit_of(1));
 };
-
-template <class Traits>
-CUTE_DEVICE PackedRow latent_row(Divider const& group, TileWork const& work, int row) {
-  return packed_row(group, work, Traits::block_m, row);
-}
 
 }  // namespace flash_attn_cuda::sm90

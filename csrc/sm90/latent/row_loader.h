@@ -1,0 +1,156 @@
+// Loads of keys wherever their rows lie: those of a list, or in pages that no box of TMA fits.
+#pragma once
+
+#include "sm90/latent/producer.h"
+
+namespace flash_attn_cuda::sm90 {
+
+// The keys of a tile's blocks, one after the other or by the list of its query.
+struct KeySource {
+  const int* list;  // null: key after key
+  int count;
+  int low, high;  // keys that are visible: [low, high)
+
+  template <class Traits>
+  CUTE_DEVICE static KeySource of(LatentArguments const& args, TileWork const& work) {
+    ForwardParams const& params = args.params;
+    Sequence const& sequence = work.sequence;
+    KeySource source{nullptr, sequence.seqlen_k, 0, sequence.seqlen_k};
+    if (!has_key_lists(params)) return source;
+    const int query = latent_row<Traits>(args, work, 0).query;
+    source.list = static_cast<const int*>(params.key_lists.data) +
+                  output_offset(params.key_lists, sequence, work.head, query);
+    source.count = params.keys_per_list;
+    Window const& window = params.window;
+    const int centre = query + sequence.shift;
+    if (window.left != Window::unbounded) source.low = max(0, centre - window.left);
+    if (window.right != Window::unbounded)
+      source.high = min(source.high, centre + window.right + 1);
+    return source;
+  }
+  // What is at a place; negative: nothing.
+  CUTE_DEVICE int ask(int place) const {
+    if (place >= count) return -1;
+    return list == nullptr ? place : list[place];
+  }
+  // The key that ask() has given, or -1.
+  CUTE_DEVICE int checked(int key, Sequence const& sequence, DeviceErrors* errors) const {
+    if (key >= sequence.seqlen_k)
+      report(errors, DeviceCheck::key_lists, sequence.index, key, sequence.seqlen_k - 1);
+    return key >= low && key < high ? key : -1;
+  }
+};
+
+// visit(item, place) for each block of the CTA's, by a whole warp: each lane has one of a block's
+// rows, whose place it is.
+template <class Traits, class Visit>
+CUTE_DEVICE void for_each_block(LatentArguments const& args, typename Traits::SharedStorage& smem,
+                                int row, Visit visit) {
+  ForwardParams const& params = args.params;
+  const Divider page_size = Divider::by(max(params.paged.page_size, 1));
+  for_each_item<Traits>(smem, [&](LatentItem const& item) {
+    Sequence const& sequence = item.work.sequence;
+    const KeyRows rows = KeyRows::of(params.paged, sequence, page_size);
+    const auto keys = KeySource::of<Traits>(args, item.work);
+    const int end = item.range.end;
+    const auto ask = [&](int block) {
+      return block < end ? keys.ask(block * Traits::block_n + row) : -1;
+    };
+    const auto look_up = [&](int key) { return key < 0 ? KeyPlace{} : rows.look_up(key); };
+    // A list is asked two blocks ahead, the block table one block.
+    int key = keys.checked(ask(item.range.begin), sequence, params.errors);
+    int next_key = ask(item.range.begin + 1);
+    KeyPlace place = look_up(key);
+    CUTE_NO_UNROLL
+    for (int block = item.range.begin; block < end; ++block) {
+      const KeyPlace here = key < 0 ? KeyPlace{} : rows.checked(place, params.errors);
+      key = keys.checked(next_key, sequence, params.errors);
+      place = look_up(key);
+      next_key = ask(block + 2);
+      visit(item, here);
+    }
+  });
+}
+
+// A warp's copies of rows of 16 bits by cp.async, 16 bytes a lane.
+template <class Traits>
+struct RowLoader {
+  using Element = typename Traits::Element;
+  using Vector = uint128_t;
+  static constexpr int warps = Traits::block_n / 32;
+  static constexpr int arrivals = warps * (32 + 1);  // of a piece: threads, and warps
+  static constexpr int chunk = sizeof(Vector) / sizeof(Element);
+  static constexpr int lanes_per_row = Traits::piece_columns / chunk;
+  static constexpr int rows_per_pass = 32 / lanes_per_row;
+  static constexpr int passes = 32 / rows_per_pass;
+  static constexpr int atom_rows = 8;  // of the swizzle
+  static constexpr int atom_passes = atom_rows / rows_per_pass;
+
+  LatentArguments const& args;
+  typename Traits::SharedStorage& smem;
+  int half;  // of a block's keys
+  int lane = threadIdx.x % 32;
+  PipelineState<Traits::stages> state{};
+
+  CUTE_DEVICE int row_of(int pass) const { return pass * rows_per_pass + lane / lanes_per_row; }
+  CUTE_DEVICE int column() const { return lane % lanes_per_row * chunk; }
+
+  // Where this lane's columns are of the row of each pass.
+  struct Sources {
+    const Element* rows[passes];
+  };
+  CUTE_DEVICE Sources find(TensorView const& view, KeyPlace const& place, int head) const {
+    const std::int64_t own = place.exists() ? place.offset(view, head) : 0;
+    const auto* data = static_cast<const Element*>(view.data) + column();
+    Sources sources;
+    CUTE_UNROLL
+    for (int pass = 0; pass < passes; ++pass)
+      sources.rows[pass] = data + __shfl_sync(0xffffffffu, own, row_of(pass));
+    return sources;
+  }
+
+  // Starts the loads of 64 columns of this warp's keys. Those that are not seen become zeros.
+  CUTE_DEVICE void copy_piece(Sources const& sources, int first_column, int columns,
+                              unsigned seen) const {
+    Element* targets[atom_passes];
+    CUTE_UNROLL
+    for (int i = 0; i < atom_passes; ++i)
+      targets[i] = smem.pieces +
+                   typename Traits::PieceOffsets{}(half * 32 + row_of(i), column(), state.stage);
+    const bool has_columns = first_column + column() < columns;
+    CUTE_UNROLL
+    for (int pass = 0; pass < passes; ++pass) {
+      Element* target =
+          targets[pass % atom_passes] + pass / atom_passes * atom_rows * Traits::piece_columns;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Vector>::copy(
+          *reinterpret_cast<const Vector*>(sources.rows[pass] + first_column),
+          *reinterpret_cast<Vector*>(target), has_columns && (seen >> row_of(pass) & 1) != 0);
+    }
+    cutlass::arch::cpasync_barrier_arrive_noinc(&smem.ring.full[state.stage]);
+    producer_commit(smem.ring, state);  // of what was stored
+  }
+
+  CUTE_DEVICE void load(KeyPlace const& place, int head) {
+    ForwardParams const& params = args.params;
+    const unsigned seen = __ballot_sync(0xffffffffu, place.exists());
+    producer_acquire(smem.ring, state);
+    if (lane == 0) smem.seen[state.stage][half] = seen;
+    copy_piece(find(params.k, place, head), 0, params.shape.head_dim, seen);
+    state.advance();
+    const Sources values = find(params.v, place, head);
+    CUTE_NO_UNROLL
+    for (int piece = 0; piece < Traits::value_pieces; ++piece, state.advance()) {
+      producer_acquire(smem.ring, state);
+      copy_piece(values, piece * Traits::piece_columns, params.shape.head_dim_v, seen);
+    }
+  }
+
+  CUTE_DEVICE void run() {
+    const auto visit = [&](LatentItem const& item, KeyPlace const& place) {
+      load(place, item.work.head);
+    };
+    for_each_block<Traits>(args, smem, half * 32 + lane, visit);
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90
