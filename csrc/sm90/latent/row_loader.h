@@ -20,7 +20,7 @@ struct KeySource {
     const int query = latent_row<Traits>(args, work, 0).query;
     source.list = static_cast<const int*>(params.key_lists.data) +
                   output_offset(params.key_lists, sequence, work.head, query);
-    source.count = params.keys_per_list;
+    source.count = query < sequence.seqlen_q ? params.keys_per_list : 0;
     Window const& window = params.window;
     const int centre = query + sequence.shift;
     if (window.left != Window::unbounded) source.low = max(0, centre - window.left);

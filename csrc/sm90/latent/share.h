@@ -22,6 +22,12 @@ struct TileDivision {
   int count;
 };
 
+// Of every tile, also where its query does not attend: so nobody has to add up what tiles have.
+template <class Traits>
+CUTE_DEVICE int blocks_of_list(LatentArguments const& args) {
+  return (args.params.keys_per_list + Traits::block_n - 1) / Traits::block_n;
+}
+
 // What is known of a tile.
 struct LatentTile {
   TileWork work;
@@ -74,8 +80,7 @@ struct LatentTiles {
     const int first = latent_row<Traits>(args, tile.work, 0).query;
     const int last = latent_row<Traits>(args, tile.work, Traits::block_m - 1).query;
     if (has_key_lists(args.params)) {
-      const int keys = first < sequence.seqlen_q ? args.params.keys_per_list : 0;
-      const int blocks = (keys + Traits::block_n - 1) / Traits::block_n;
+      const int blocks = blocks_of_list<Traits>(args);
       tile.range = {.begin = 0, .end = blocks, .interior_begin = 0, .interior_end = blocks};
     } else {
       tile.range =
@@ -163,8 +168,22 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   std::int64_t place = 0;  // the next of this CTA's
   std::int64_t end = 0;
   CtaShare share{};
+  const auto start = [&] {
+    const int ctas = ctas_that_share(args, tiles.count, total);
+    share = CtaShare::of(total, ctas);
+    place = cta < ctas ? share.begin(cta) : 0;
+    end = cta < ctas ? share.begin(cta + 1) : 0;
+  };
   int index = is_whole ? cta : lane;
   if (is_whole) phase = walking;
+  if (is_even && has_key_lists(args.params)) {
+    const int blocks = blocks_of_list<Traits>(args);
+    total = std::int64_t(tiles.count) * blocks;
+    start();
+    index = static_cast<int>(quotient(place, blocks));
+    first = std::int64_t(index) * blocks;
+    phase = walking;
+  }
   CUTE_NO_UNROLL
   while (true) {
     LatentTile tile{};
@@ -182,11 +201,8 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
       if (phase == summing) {
         total += of_all;
         if (lanes_begin + 32 < tiles.count) continue;
-        const int ctas = ctas_that_share(args, tiles.count, total);
-        if (cta >= ctas) return;
-        share = CtaShare::of(total, ctas);
-        place = share.begin(cta);
-        end = share.begin(cta + 1);
+        start();
+        if (place == end) return;
         phase = seeking;
         if (tiles.count > 32) {
           index = lane;
