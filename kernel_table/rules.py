@@ -171,6 +171,9 @@ def _sm90_latent(row: Any) -> Rules:
         "a warpgroup has pairs of pieces of 64 columns",
     )
     yield row.stages_kv > row.value_dim // 64, "a block is there as a whole when its P is made"
+    if row.num_warps > 4:
+        yield row.block_m == 64, "rows are those of a product of two warpgroups"
+        yield row.stages_kv % (1 + row.value_dim // 64) == 0, "the pieces of a block lie in a row"
     if row.num_warps > 4 or row.is_e4m3:
         registers = {"producer_registers": (row.producer_registers, 3 if row.is_e4m3 else 1)}
         registers["consumer_registers"] = (row.consumer_registers, row.num_warps // 4)

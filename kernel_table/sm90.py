@@ -123,7 +123,7 @@ SM90_FORWARD = (
             tile({"": NO_FEATURES, "dropout": MODIFIERS | DROPOUT}),
             tile({"cache": OF_A_CACHE}, alternates_probabilities=True),
             tile({"cache_modifiers": CACHE_MODIFIERS}),
-            tile({"e4m3": E4M3_CACHE}, producer_registers=72, consumer_registers=216),
+            tile({"e4m3": E4M3_CACHE}, producer_registers=56, consumer_registers=224),
         ),
     ),
     entry(
@@ -137,7 +137,8 @@ SM90_FORWARD = (
 
 # sm90 latent -------------------------------------------------------------------------------------
 # Of the rows that fit the smallest one runs: of more rows a product takes longer, and the ring is
-# shorter. Stages: as many as fit. One warpgroup has the registers that the launch gives.
+# shorter. Stages: as many as fit, for two warpgroups whole blocks. One warpgroup has the registers
+# that the launch gives.
 
 # fmt: off
 SM90_LATENT = (
@@ -148,10 +149,10 @@ SM90_LATENT = (
             tile({"rows16": LATENT}, block_m=16, stages_kv=stages[0]),
             tile({"rows32": LATENT}, block_m=32, stages_kv=stages[1]),
             tile({"rows64": LATENT}, block_m=64, stages_kv=stages[2], num_warps=8,
-                 producer_registers=72, consumer_registers=216),
+                 producer_registers=56, consumer_registers=224),
         ),
     )
-    for latent, stages in ((256, (26, 24, 20)), (512, (25, 22, 17)))),
+    for latent, stages in ((256, (26, 24, 20)), (512, (25, 22, 18)))),
     entry(
         Kernel.sm90_latent, (64, 512),
         block_n=64, num_warps=4,

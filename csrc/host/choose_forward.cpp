@@ -219,12 +219,14 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
   request.latent_rows = static_cast<int>(std::min(rows, most_rows));
   const FeatureSet features = request.features | feature::paged_kv | feature::latent;
   request.features = features | (is_e4m3 ? feature::e4m3_kv : 0);
-  const bool loads_boxes = !is_e4m3 && !loads_rows(params);
+  const auto can_load = [&](const TensorView& view, const TensorExtent& extent) {
+    if (is_e4m3) return has_vectors;
+    return loads_rows(params) ? has_vectors && has_near_rows(view, params.dtype, extent)
+                              : tma_can_move(view, params.dtype, extent);
+  };
   request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
                        tma_can_move(params.qv, params.dtype, extents.q) &&
-                       (loads_boxes ? tma_can_move(params.k, params.dtype, extents.k) &&
-                                          tma_can_move(params.v, params.dtype, extents.v)
-                                    : has_vectors);
+                       can_load(params.k, extents.k) && can_load(params.v, extents.v);
   const ForwardInstance* found = find_instance(instances, request, device);
   if (found != nullptr) return *found;
   request.kind = ForwardKind::decode;

@@ -2,6 +2,7 @@
 
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
+#include <limits>
 
 #include <array>
 
@@ -122,6 +123,13 @@ TensorExtents tensor_extents(const AttentionShape& shape, const SequenceParams& 
   extents.v = extents.k;
   extents.out.head_dim = extents.v.head_dim = shape.head_dim_v;
   return extents;
+}
+
+bool has_near_rows(const TensorView& view, Dtype dtype, const TensorExtent& extent) {
+  const std::int64_t last = (extent.batch_size - std::int64_t{1}) * view.batch_stride +
+                            (extent.rows - std::int64_t{1}) * view.row_stride +
+                            (extent.num_heads - std::int64_t{1}) * view.head_stride;
+  return last / elements_of_vector(dtype) <= std::numeric_limits<std::uint32_t>::max();
 }
 
 bool has_boxes(const PagedKvParams& paged, const SequenceParams& sequences) {

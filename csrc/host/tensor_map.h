@@ -33,6 +33,9 @@ inline bool loads_rows(const ForwardParams& params) {
   return has_key_lists(params) || !has_boxes(params.paged, params.sequences);
 }
 
+// Whether 32 bits count the vectors of 16 bytes up to any row: kernels that copy rows have no more.
+bool has_near_rows(const TensorView& view, Dtype dtype, const TensorExtent& extent);
+
 // A map whose boxes end where a sequence ends, wherever that is. Its coordinates are (column,
 // box.rows - n, row + n, head, batch) for the n rows from `row` on: the second one leaves the map
 // after n rows, and what lies beyond is not read but zero. The same row stride serves the second

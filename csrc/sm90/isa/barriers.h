@@ -91,6 +91,7 @@ enum class NamedBarrier : std::uint32_t {
   first_turn = 0,                 // forward, + w: warpgroup w may start its products
   first_output = most_consumers,  // + w: the buffer for its results is free; they are in there
   dq = 0,                         // backward: whose turn it is to add dQ has come
+  both = 0,                       // latent: both warpgroups' sums are there; they have been read
 };
 // Beside those that CUTLASS keeps for itself.
 static_assert(2 * most_consumers + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount <= 16,
@@ -133,6 +134,12 @@ struct PingPong {
 CUTE_DEVICE void sync_dq() {
   cutlass::arch::NamedBarrier::sync(warpgroup_threads,
                                     static_cast<std::uint32_t>(NamedBarrier::dq));
+}
+
+// All threads of two consumer warpgroups.
+CUTE_DEVICE void sync_both() {
+  cutlass::arch::NamedBarrier::sync(2 * warpgroup_threads,
+                                    static_cast<std::uint32_t>(NamedBarrier::both));
 }
 
 // All threads of a consumer warpgroup, about its results, and about its Q where it converts that.

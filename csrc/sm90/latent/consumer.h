@@ -1,6 +1,4 @@
-// A consumer warpgroup of a CTA: S^T of a block of 64 keys, and its columns of O^T, in registers.
-// Where two warpgroups share the columns of O each makes all of S: that takes half of a block's
-// products again and no barrier between them, so that one multiplies while the other makes P.
+// The consumer warpgroup of a CTA that has one: S^T of a block of 64 keys, and O^T, in registers.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -12,24 +10,61 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// What a thread knows of the softmax of its columns, rows of Q. As in OnlineSoftmax a score may
-// exceed its reference by kMaxLag before that follows.
-template <class Traits>
+// What a thread knows of the softmax of its rows of Q. As in OnlineSoftmax a score may exceed its
+// reference by kMaxLag before that follows.
+template <int kRows>
 struct LatentSoftmax {
-  static constexpr int columns = Traits::columns_per_thread;
   static constexpr float lowest = -1e38f;  // below every score; finite, for differences
 
-  float reference[columns];  // in powers of two
-  float sum[columns];        // of this thread's keys
+  float reference[kRows];  // in powers of two
+  float sum[kRows];        // of this thread's keys
 
   CUTE_DEVICE void clear() {
     CUTE_UNROLL
-    for (int i = 0; i < columns; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       reference[i] = lowest;
       sum[i] = 0.0f;
     }
   }
 };
+
+// Of what threads have stored, not TMA, the fence is here: theirs would wait for the loads that
+// they have under way.
+template <class Traits>
+CUTE_DEVICE void wait_for_piece(LatentArguments const& args, typename Traits::SharedStorage& smem,
+                                PipelineState<Traits::stages> const& at) {
+  consumer_wait(smem.ring, at);
+  if (Traits::is_e4m3 || !args.loads_boxes) cutlass::arch::fence_view_async_shared();
+}
+
+// What the softmax takes of the numbers that products have made.
+template <class Scores>
+CUTE_DEVICE void modify_latent_scores(LatentArguments const& args, Scores& scores) {
+  if (args.negates_scores) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = -scores(i);
+  }
+  if (args.params.score.softcap > 0.0f) Softcap::scale_and_apply(args.params.score, scores);
+}
+
+// Of a row of the item: `row` of the tile, which lies at `place`.
+CUTE_DEVICE Denominator latent_denominator(LatentArguments const& args, LatentItem const& item,
+                                           PackedRow const& place, float sum, float reference) {
+  const bool attends = place.query < item.work.sequence.seqlen_q;
+  Denominator total{sum, reference};
+  if (!attends) total.sum = 0.0f;
+  if (attends && item.is_first) total = total.with_sink(sink_of(args.params.score, place.head));
+  return total;
+}
+template <class Traits>
+CUTE_DEVICE void write_latent_lse(LatentArguments const& args, LatentItem const& item, int row,
+                                  PackedRow const& place, Denominator const& total) {
+  if (item.part != whole_tile) {
+    args.lse_parts[std::int64_t(item.part) * Traits::block_m + row] = total.lse_log2();
+  } else if (place.query < item.work.sequence.rows_q) {
+    *lse_row(args.params, item.work.sequence, place.head, place.query) = total.lse();
+  }
+}
 
 template <class Traits>
 struct LatentConsumer {
@@ -50,7 +85,7 @@ struct LatentConsumer {
   PipelineState<Traits::stages> state{};  // of the block's first piece
   PipelineState<1> q_state{};
   int buffer = 0;  // of P
-  LatentSoftmax<Traits> softmax{};
+  LatentSoftmax<columns> softmax{};
 
   CUTE_DEVICE LatentConsumer(LatentArguments const& args, Storage& smem, int warpgroup)
       : args(args),
@@ -67,8 +102,7 @@ struct LatentConsumer {
 
   CUTE_DEVICE void release(int piece) const { consumer_release(smem.ring, state.plus(piece)); }
 
-  // S^T, piece after piece as they come. Of what threads have stored, not TMA, the fence is here:
-  // theirs would wait for the loads that they have under way.
+  // S^T, piece after piece as they come.
   CUTE_DEVICE void multiply_scores(Scores& tSrS) const {
     typename Traits::ScoresMma mma;
     auto sK = smem_tile<typename Traits::PieceLayout>(smem.pieces);
@@ -78,8 +112,7 @@ struct LatentConsumer {
     CUTE_UNROLL
     for (int piece = 0; piece < Traits::pieces; ++piece) {
       const auto at = state.plus(piece);
-      consumer_wait(smem.ring, at);
-      if (Traits::is_e4m3 || !args.loads_boxes) cutlass::arch::fence_view_async_shared();
+      wait_for_piece<Traits>(args, smem, at);
       start_product(mma, tSrK(_, _, _, at.stage), tSrQ(_, _, _, piece), tSrS, piece > 0);
     }
     wait_products<0>(tSrS);
@@ -114,7 +147,7 @@ struct LatentConsumer {
   // S^T -> P^T in shared memory. True if some score exceeds its reference too far: P is of no use.
   CUTE_DEVICE bool exponentiate(Scores const& tSrS, float (&sums)[columns]) const {
     auto scores = rows_cols_view(tSrS);
-    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.p[warpgroup]);
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p[warpgroup]);
     cutlass::NumericArrayConverter<Element, float, 2> convert;
     bool is_too_large = false;
     CUTE_UNROLL
@@ -156,12 +189,12 @@ struct LatentConsumer {
       CUTE_UNROLL
       for (int step = 4; step < 32; step *= 2)
         own[i] = op(own[i], __shfl_xor_sync(0xffffffffu, own[i], step));
-      if (lane < 4) smem.row_parts[warpgroup][warp][row_of(i)] = own[i];
+      if (lane < 4) smem.told.row_parts[warpgroup][warp][row_of(i)] = own[i];
     }
     sync_output(warpgroup);
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
-      auto const& parts = smem.row_parts[warpgroup];
+      auto const& parts = smem.told.row_parts[warpgroup];
       const int row = row_of(i);
       own[i] = op(op(parts[0][row], parts[1][row]), op(parts[2][row], parts[3][row]));
     }
@@ -196,7 +229,6 @@ struct LatentConsumer {
   // S^T -> P^T of the block, and O is ready to take it in. starts: there are no references yet.
   CUTE_DEVICE void make_probabilities(bool starts, Scores const& tSrS, Output (&tOrO)[own_values]) {
     float sums[columns];
-    if (Traits::buffers_p == 1) sync_output(warpgroup);  // all have read the last block's
     // The vote comes with the barrier that all need who read P.
     if (starts || sync_any(warpgroup, exponentiate(tSrS, sums))) {
       raise_references(tSrS, tOrO);
@@ -212,7 +244,7 @@ struct LatentConsumer {
   CUTE_DEVICE void multiply_values(Output (&tOrO)[own_values]) const {
     typename Traits::OutputMma mma;
     auto sV = transposed(smem_tile<typename Traits::PieceLayout>(smem.pieces));
-    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.p[warpgroup]);
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p[warpgroup]);
     auto tOrV = a_fragment(mma, sV, thread);
     auto tOrP = b_fragment(mma, sP, thread);
     const int first = 1 + warpgroup * own_values;
@@ -242,31 +274,18 @@ struct LatentConsumer {
     release(first + own_values - 1);
   }
 
-  // Pieces of O that are the other warpgroups' are read for S alone.
-  CUTE_DEVICE void release_others() const {
-    release(0);
-    CUTE_UNROLL
-    for (int piece = 0; piece < Traits::value_pieces; ++piece) {
-      if (Traits::consumers > 1 && piece / own_values != warpgroup) release(1 + piece);
-    }
-  }
-
   CUTE_DEVICE void take_block(LatentItem const& item, int block, Output (&tOrO)[own_values]) {
     Scores tSrS;
     multiply_scores(tSrS);
     if (block + 1 == item.range.end) consumer_release(smem.q_ring, q_state);
     const unsigned seen = keys_seen();
     __syncwarp();
-    release_others();
-    if (args.negates_scores) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) tSrS(i) = -tSrS(i);
-    }
-    if (args.params.score.softcap > 0.0f) Softcap::scale_and_apply(args.params.score, tSrS);
+    release(0);
+    modify_latent_scores(args, tSrS);
     if (!item.range.is_interior(block) || seen != 0xffff) hide(item, block, seen, tSrS);
     make_probabilities(block == item.range.begin, tSrS, tOrO);
     multiply_values(tOrO);
-    if (Traits::buffers_p > 1) buffer ^= 1;
+    buffer ^= 1;
     state = state.plus(Traits::pieces);
   }
 
@@ -274,16 +293,12 @@ struct LatentConsumer {
   CUTE_DEVICE void write(LatentItem const& item, Output (&tOrO)[own_values]) {
     reduce_over_keys(softmax.sum, [](float a, float b) { return a + b; });
     TileWork const& work = item.work;
-    const bool is_part = item.part != whole_tile;
     const bool writes_lse = warpgroup == 0 && warp == 0 && lane < 4;
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
       const PackedRow row = latent_row<Traits>(args, work, row_of(i));
-      const bool exists = row.query < work.sequence.rows_q;
-      const bool attends = row.query < work.sequence.seqlen_q;
-      Denominator total{softmax.sum[i], softmax.reference[i]};
-      if (!attends) total.sum = 0.0f;
-      if (attends && item.is_first) total = total.with_sink(sink_of(args.params.score, row.head));
+      const Denominator total =
+          latent_denominator(args, item, row, softmax.sum[i], softmax.reference[i]);
       const float inverse = total.inverse();
       CUTE_UNROLL
       for (int t = 0; t < own_values; ++t) {
@@ -292,13 +307,9 @@ struct LatentConsumer {
         output(0, i) = inverse == 0.0f ? 0.0f : output(0, i) * inverse;
         output(1, i) = inverse == 0.0f ? 0.0f : output(1, i) * inverse;
       }
-      if (writes_lse && is_part) {
-        args.lse_parts[std::int64_t(item.part) * Traits::block_m + row_of(i)] = total.lse_log2();
-      } else if (writes_lse && exists) {
-        *lse_row(args.params, work.sequence, row.head, row.query) = total.lse();
-      }
+      if (writes_lse) write_latent_lse<Traits>(args, item, row_of(i), row, total);
     }
-    if (is_part) {
+    if (item.part != whole_tile) {
       write_part(item.part, tOrO);
     } else {
       write_output(work, tOrO);

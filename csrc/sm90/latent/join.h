@@ -50,13 +50,20 @@ __global__ void __launch_bounds__(32 * join_warps)
   const int ways = args.warps_per_join;
   const int way = warp % ways;
   const int place = (static_cast<int>(blockIdx.x) * join_warps + warp) / ways;
-  // A quarter of an accumulator, which is a warp's, of eight rows and some pieces of a tile.
+  // A quarter of an accumulator, which is a warp's, of eight of its columns and some pieces of a
+  // tile.
   const int thread = place % 4 * 32 + lane;
   const int eight = place / 4 % eights;
   const int groups = Traits::value_pieces / args.pieces_per_join;
   const int first_piece = place / (4 * eights) % groups * args.pieces_per_join;
   const int index = place / (4 * eights) / groups;
-  const int row = 8 * eight + lane % 4 * 2;
+  // Two rows, each of two columns of a piece.
+  constexpr bool is_swapped = Traits::is_swapped;
+  constexpr int row_step = is_swapped ? 1 : 8;
+  constexpr int column_step = is_swapped ? 8 : 1;
+  const int along = thread / 32 * 16 + lane / 4;
+  const int across = 8 * eight + lane % 4 * 2;
+  const int row = is_swapped ? across : along;
   const auto tiles = LatentTiles<Traits>::of(args);
   // What the main kernel reads is there before it ends, as it has waited for it.
   const bool exists = index < tiles.count;
@@ -82,7 +89,9 @@ __global__ void __launch_bounds__(32 * join_warps)
         lse[i] = float2{-INFINITY, -INFINITY};
         out[i] = float4{};
         if (part >= parts.count) continue;
-        lse[i] = *reinterpret_cast<const float2*>(args.lse_parts + at * block_m + row);
+        const float* lse_row = args.lse_parts + at * block_m + row;
+        lse[i] = is_swapped ? *reinterpret_cast<const float2*>(lse_row)
+                            : float2{lse_row[0], lse_row[row_step]};
         const std::int64_t fragment = (at * Traits::value_pieces + piece) * eights + eight;
         out[i] =
             reinterpret_cast<const float4*>(args.out_parts)[fragment * warpgroup_threads + thread];
@@ -95,8 +104,8 @@ __global__ void __launch_bounds__(32 * join_warps)
       joined.raise(1, largest.y);
       CUTE_UNROLL
       for (int i = 0; i < in_flight; ++i) {
-        joined.add(0, lse[i].x, 1.0f, out[i].x, out[i].z);
-        joined.add(1, lse[i].y, 1.0f, out[i].y, out[i].w);
+        joined.add(0, lse[i].x, 1.0f, out[i].x, is_swapped ? out[i].z : out[i].y);
+        joined.add(1, lse[i].y, 1.0f, is_swapped ? out[i].y : out[i].z, out[i].w);
       }
     }
     if (ways > 1) {
@@ -115,17 +124,17 @@ __global__ void __launch_bounds__(32 * join_warps)
     if (!writes) continue;
 
     TensorView const& out = args.params.out;
-    const int column = piece * Traits::piece_columns + thread / 32 * 16 + lane / 4;
+    const int column = piece * Traits::piece_columns + (is_swapped ? along : across);
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const PackedRow place_of_row = latent_row<Traits>(args, work, row + i);
+      const PackedRow place_of_row = latent_row<Traits>(args, work, row + i * row_step);
       if (place_of_row.query >= work.sequence.rows_q) continue;
       const Denominator total{joined.sum[i], joined.sum[i] == 0.0f ? 0.0f : joined.largest[i]};
       auto* target = static_cast<Element*>(out.data) + column +
                      output_offset(out, work.sequence, place_of_row.head, place_of_row.query);
       const int columns = args.params.shape.head_dim_v - column;  // from here on
       if (columns > 0) target[0] = Element(joined.out[i][0] * total.inverse());
-      if (columns > 8) target[8] = Element(joined.out[i][1] * total.inverse());
+      if (columns > column_step) target[column_step] = Element(joined.out[i][1] * total.inverse());
       if (column == 0)
         *lse_row(args.params, work.sequence, place_of_row.head, place_of_row.query) = total.lse();
     }

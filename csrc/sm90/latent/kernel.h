@@ -6,13 +6,14 @@
 // keys (share.h). Threads: a producer warpgroup (producer.h), of which one warp finds what there
 // is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one queries, or
 // two load keys by their rows (row_loader.h); of e4m3 two warpgroups more, which convert keys
-// (e4m3_loader.h); and one or two consumer warpgroups (consumer.h). Parts of tiles are joined by a
+// (e4m3_loader.h); and one consumer warpgroup (consumer.h), or two (pair_consumer.h). Parts of
+// tiles are joined by a
 // second kernel (join.h).
 #pragma once
 
 #include "sm90/frame.h"
-#include "sm90/latent/consumer.h"
 #include "sm90/latent/e4m3_loader.h"
+#include "sm90/latent/pair_consumer.h"
 #include "sm90/latent/row_loader.h"
 
 namespace flash_attn_cuda::sm90 {
@@ -46,9 +47,11 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   if (threadIdx.x == 0) {
     constexpr int consumer_warps = 4 * Traits::consumers;
     const int loading_warps = is_e4m3 ? 4 * Traits::converters : loads_rows ? 2 : 1;
-    smem.ring.init(consumer_warps, loads_rows ? RowLoader<Traits>::arrivals : loading_warps);
+    // A piece is one warpgroup's to release.
+    smem.ring.init(4, loads_rows ? RowLoader<Traits>::arrivals : loading_warps);
     smem.q_ring.init(consumer_warps);
     smem.item_ring.init(consumer_warps + loading_warps + 1);  // who reads items
+    if constexpr (!Traits::is_swapped) smem.told.block.init();
     publish_barriers(args.q_map, args.qv_map);
     if (args.loads_boxes) publish_barriers(args.k_map, args.v_map);
   }
@@ -77,7 +80,13 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
     if constexpr (is_e4m3) E4m3Loader<Traits>{args, smem, warp - 4}.run();
   } else {
     set_registers<Traits, Traits::consumer_registers>();
-    LatentConsumer<Traits>(args, smem, warp / 4 - first_consumer).run();
+    if constexpr (Traits::is_swapped) {
+      LatentConsumer<Traits>(args, smem, 0).run();
+    } else if (warp / 4 == first_consumer) {
+      LatentPairConsumer<Traits, 0>(args, smem).run();
+    } else {
+      LatentPairConsumer<Traits, 1>(args, smem).run();
+    }
   }
 }
 

@@ -95,17 +95,19 @@ struct RowLoader {
   CUTE_DEVICE int row_of(int pass) const { return pass * rows_per_pass + lane / lanes_per_row; }
   CUTE_DEVICE int column() const { return lane % lanes_per_row * chunk; }
 
-  // Where this lane's columns are of the row of each pass.
+  // Where this lane's columns are of the row of each pass, in chunks (has_near_rows of
+  // host/tensor_map.h).
   struct Sources {
-    const Element* rows[passes];
+    const Vector* data;
+    std::uint32_t rows[passes];
   };
   CUTE_DEVICE Sources find(TensorView const& view, KeyPlace const& place, int head) const {
-    const std::int64_t own = place.exists() ? place.offset(view, head) : 0;
-    const auto* data = static_cast<const Element*>(view.data) + column();
-    Sources sources;
+    const std::int64_t offset = place.exists() ? place.offset(view, head) : 0;
+    const auto own = static_cast<std::uint32_t>(offset / chunk);
+    Sources sources{static_cast<const Vector*>(view.data) + column() / chunk};
     CUTE_UNROLL
     for (int pass = 0; pass < passes; ++pass)
-      sources.rows[pass] = data + __shfl_sync(0xffffffffu, own, row_of(pass));
+      sources.rows[pass] = __shfl_sync(0xffffffffu, own, row_of(pass));
     return sources;
   }
 
@@ -123,7 +125,7 @@ struct RowLoader {
       Element* target =
           targets[pass % atom_passes] + pass / atom_passes * atom_rows * Traits::piece_columns;
       SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Vector>::copy(
-          *reinterpret_cast<const Vector*>(sources.rows[pass] + first_column),
+          sources.data[first_column / chunk + std::int64_t{sources.rows[pass]}],
           *reinterpret_cast<Vector*>(target), has_columns && (seen >> row_of(pass) & 1) != 0);
     }
     cutlass::arch::cpasync_barrier_arrive_noinc(&smem.ring.full[state.stage]);

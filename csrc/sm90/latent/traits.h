@@ -8,6 +8,7 @@
 #include "sm90/isa/copy.h"
 #include "sm90/isa/cta.h"
 #include "sm90/isa/gemm.h"
+#include "sm90/wide/partner.h"
 
 namespace flash_attn_cuda::sm90 {
 
@@ -44,13 +45,17 @@ struct LatentTraits {
   static constexpr int own_values = value_pieces / consumers;  // pieces of O of a warpgroup
   static constexpr int stages = own.stages_kv;                 // pieces
   static constexpr int item_stages = 2;
-  static constexpr int buffers_p = consumers > 1 ? 1 : 2;  // one leaves room for pieces
+  static constexpr int buffers_p = 2;
 
-  // Operands are swapped: keys are the rows of the products, and few rows of Q their columns, of
-  // which wgmma takes as few as eight. S^T = K Q^T, O^T += V^T P^T.
+  // Of one warpgroup operands are swapped: keys are the rows of the products, and few rows of Q
+  // their columns, of which wgmma takes as few as eight. S^T = K Q^T, O^T += V^T P^T. Two have 64
+  // rows of Q, which are rows: with P in registers O += P V reads 64 bytes of shared memory a
+  // cycle, where a swapped one of 64 columns reads all of the 128 that there are.
+  static constexpr bool is_swapped = consumers == 1;
   using Element = ElementOf<config.dtype>;
-  using ScoresMma = SharedMma<Element, block_m, piece_columns>;
-  using OutputMma = TransposedMma<Element, block_m, block_n>;
+  using ScoresMma = SharedMma<Element, is_swapped ? block_m : block_n, piece_columns>;
+  using OutputMma = std::conditional_t<is_swapped, TransposedMma<Element, block_m, block_n>,
+                                       RegisterMma<Element, own_values * piece_columns, block_n>>;
   using QueryLayout = TileLayout<Element, block_m, piece_columns, pieces>;
   using PieceLayout = TileLayout<Element, block_n, piece_columns, stages>;
   using PieceOffsets = decltype(as_position_independent_swizzle_layout(PieceLayout{}));
@@ -71,12 +76,21 @@ struct LatentTraits {
   };
   struct NoBytes {};
 
+  // What the warps of a warpgroup tell each other, or two warpgroups.
+  struct ToldByWarps {
+    alignas(128) Element p[consumers][buffers_p * block_m * block_n];
+    float row_parts[consumers][4][block_m];  // what each warp has of a row's maximum, or sum
+  };
+  struct ToldByWarpgroups {
+    Told block;
+    float sums[consumers][block_m];
+  };
+
   struct SharedStorage {
     alignas(1024) Element pieces[stages * piece_elements];
     alignas(1024) Element q[block_m * piece_columns * LatentTraits::pieces];
-    alignas(128) Element p[consumers][buffers_p * block_m * block_n];
+    std::conditional_t<is_swapped, ToldByWarps, ToldByWarpgroups> told;
     alignas(16) std::conditional_t<is_e4m3, StagedBytes[2], NoBytes> staged;
-    float row_parts[consumers][4][block_m];  // what each warp has of a row's maximum, or sum
     Ring<stages> ring;
     Ring<1> q_ring;
     Ring<item_stages> item_ring;
@@ -86,6 +100,8 @@ struct LatentTraits {
   };
 
   static_assert(block_n == 64, "the rows of a product");
+  static_assert(is_swapped || (block_m == 64 && stages % pieces == 0),
+                "a block's pieces lie in a row");
   static_assert(config.head_dim == piece_columns, "the rotary columns are a piece");
   static_assert(head_dim_v % (2 * consumers * piece_columns) == 0, "a warpgroup has pairs");
   static_assert(block_m % 16 == 0 && instruction_columns<ScoresMma> == block_m);

@@ -1,5 +1,5 @@
-// What the two warpgroups of a CTA for wide heads tell each other: thread by thread, as both hold
-// the same rows of accumulators of the same shape.
+// What two warpgroups of a CTA that share the columns of O tell each other: thread by thread, as
+// both hold the same rows of accumulators of the same shape.
 #pragma once
 
 #include "sm90/isa/barriers.h"
@@ -17,6 +17,37 @@ struct Told {
 
   CUTE_DEVICE void init() {
     for (auto& barrier : full) FullBarrier::init(&barrier, 1);
+  }
+
+  template <class Operand>
+  CUTE_DEVICE void put(Operand const& all, int thread) {
+    auto pairs = recast<const std::uint32_t>(all);
+    CUTE_UNROLL
+    for (int i = 0; i < vectors; ++i)
+      operand[i][thread] = {pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2), pairs(4 * i + 3)};
+  }
+  template <class Operand>
+  CUTE_DEVICE void take(Operand& all, int thread) const {
+    auto pairs = recast<std::uint32_t>(all);
+    CUTE_UNROLL
+    for (int i = 0; i < vectors; ++i) {
+      const uint4 vector = operand[i][thread];
+      pairs(4 * i) = vector.x;
+      pairs(4 * i + 1) = vector.y;
+      pairs(4 * i + 2) = vector.z;
+      pairs(4 * i + 3) = vector.w;
+    }
+  }
+
+  // Of the thread's two rows, the same in its quad.
+  CUTE_DEVICE void put(float const (&own)[2], int thread) {
+    if (thread % 4 != 0) return;
+    rows[first_row_of(thread)] = own[0];
+    rows[first_row_of(thread) + 8] = own[1];
+  }
+  CUTE_DEVICE void take(float (&own)[2], int thread) const {
+    own[0] = rows[first_row_of(thread)];
+    own[1] = rows[first_row_of(thread) + 8];
   }
 };
 
@@ -38,47 +69,36 @@ struct Partner {
   template <class Operand>
   CUTE_DEVICE void tell(Operand const& operand) {
     Told& own = told[told_steps % 2][warpgroup];
-    auto pairs = recast<const std::uint32_t>(operand);
-    CUTE_UNROLL
-    for (int i = 0; i < Told::vectors; ++i) {
-      own.operand[i][thread] = {pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2), pairs(4 * i + 3)};
-    }
+    own.put(operand, thread);
     end_telling(own);
   }
 
   // rows: of the thread's two, the same in its quad.
   template <class Operand>
   CUTE_DEVICE void tell(Operand const& operand, float const (&rows)[2]) {
-    leave(told[told_steps % 2][warpgroup], rows);
+    told[told_steps % 2][warpgroup].put(rows, thread);
     tell(operand);
   }
   CUTE_DEVICE void tell(float const (&rows)[2]) {
     Told& own = told[told_steps % 2][warpgroup];
-    leave(own, rows);
+    own.put(rows, thread);
     end_telling(own);
   }
 
   // What the other tells in a step.
   template <class Operand>
   CUTE_DEVICE void hear(Operand& operand) {
-    take(wait(), operand);
+    wait().take(operand, thread);
   }
   template <class Operand>
   CUTE_DEVICE void hear(Operand& operand, float (&rows)[2]) {
     Told const& other = wait();
-    take(other, operand);
-    take(other, rows);
+    other.take(operand, thread);
+    other.take(rows, thread);
   }
-  CUTE_DEVICE void hear(float (&rows)[2]) { take(wait(), rows); }
+  CUTE_DEVICE void hear(float (&rows)[2]) { wait().take(rows, thread); }
 
  private:
-  CUTE_DEVICE int row_of(int i) const { return first_row_of(thread) + 8 * i; }
-
-  CUTE_DEVICE void leave(Told& own, float const (&rows)[2]) const {
-    if (thread % 4 != 0) return;
-    own.rows[row_of(0)] = rows[0];
-    own.rows[row_of(1)] = rows[1];
-  }
   CUTE_DEVICE void end_telling(Told& own) {
     __syncwarp();
     if (thread % 32 == 0) EmptyBarrier::arrive(&own.full[thread / 32]);
@@ -91,21 +111,30 @@ struct Partner {
     ++heard_steps;
     return other;
   }
+};
+
+// One side of two that tell in turn. One place is enough: who writes it anew has heard what it was.
+struct PartnerInTurn {
+  Told& told;
+  int thread;
+  unsigned turns = 0;  // of both, so far
+
   template <class Operand>
-  CUTE_DEVICE void take(Told const& other, Operand& operand) const {
-    auto pairs = recast<std::uint32_t>(operand);
-    CUTE_UNROLL
-    for (int i = 0; i < Told::vectors; ++i) {
-      const uint4 vector = other.operand[i][thread];
-      pairs(4 * i) = vector.x;
-      pairs(4 * i + 1) = vector.y;
-      pairs(4 * i + 2) = vector.z;
-      pairs(4 * i + 3) = vector.w;
-    }
+  CUTE_DEVICE void tell(Operand const& operand, float const (&rows)[2]) {
+    told.put(rows, thread);
+    told.put(operand, thread);
+    __syncwarp();
+    if (thread % 32 == 0) EmptyBarrier::arrive(&told.full[thread / 32]);
+    __syncwarp();  // no lane waits for the next turn before this one has ended
+    ++turns;
   }
-  CUTE_DEVICE void take(Told const& other, float (&rows)[2]) const {
-    rows[0] = other.rows[row_of(0)];
-    rows[1] = other.rows[row_of(1)];
+
+  template <class Operand>
+  CUTE_DEVICE void hear(Operand& operand, float (&rows)[2]) {
+    FullBarrier::wait(&told.full[thread / 32], turns % 2);
+    told.take(operand, thread);
+    told.take(rows, thread);
+    ++turns;
   }
 };
 
