@@ -157,9 +157,9 @@ SM90_LATENT = (
         Kernel.sm90_latent, (64, 512),
         block_n=64, num_warps=4,
         tiles=(
-            tile({"rows16_e4m3": E4M3_LATENT}, block_m=16, stages_kv=14,
+            tile({"rows16_e4m3": E4M3_LATENT}, block_m=16, stages_kv=20,
                  producer_registers=112, consumer_registers=144),
-            tile({"rows32_e4m3": E4M3_LATENT}, block_m=32, stages_kv=12,
+            tile({"rows32_e4m3": E4M3_LATENT}, block_m=32, stages_kv=17,
                  producer_registers=88, consumer_registers=232),
         ),
     ),

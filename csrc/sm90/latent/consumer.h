@@ -74,6 +74,7 @@ struct LatentConsumer {
   using Output = AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<Traits::block_m>>>;
   static constexpr int columns = Traits::columns_per_thread;
   static constexpr int own_values = Traits::own_values;
+  static constexpr int pairs = own_values / 2;        // of pieces of O
   static constexpr int eights = Traits::block_m / 8;  // columns come in eights, two to a thread
 
   LatentArguments const& args;
@@ -82,7 +83,8 @@ struct LatentConsumer {
   int thread;  // of the warpgroup
   int warp;
   int lane;
-  PipelineState<Traits::stages> state{};  // of the block's first piece
+  PipelineState<Traits::stages> state{};   // of the block's first piece
+  PipelineState<Traits::stages> values{};  // of that of the block whose O is under way
   PipelineState<1> q_state{};
   int buffer = 0;  // of P
   LatentSoftmax<columns> softmax{};
@@ -100,10 +102,16 @@ struct LatentConsumer {
   // The key, of the block's, that its row h of S^T is; the column of a piece of O^T.
   CUTE_DEVICE int key_of(int h) const { return 16 * warp + lane / 4 + 8 * h; }
 
-  CUTE_DEVICE void release(int piece) const { consumer_release(smem.ring, state.plus(piece)); }
+  CUTE_DEVICE void release_values(int pair) const {
+    consumer_release(smem.ring, values.plus(1 + 2 * pair));
+    consumer_release(smem.ring, values.plus(2 + 2 * pair));
+  }
 
-  // S^T, piece after piece as they come.
-  CUTE_DEVICE void multiply_scores(Scores& tSrS) const {
+  // Starts S^T of the block at `state`, piece after piece as they come, if there is one, and
+  // finishes O^T of the block before it, if there is one: its products are under way, and in the
+  // order in which they end their pieces are free.
+  CUTE_DEVICE void multiply(bool has_values, bool has_scores, Scores& tSrS,
+                            Output (&tOrO)[own_values]) const {
     typename Traits::ScoresMma mma;
     auto sK = smem_tile<typename Traits::PieceLayout>(smem.pieces);
     auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);
@@ -111,11 +119,21 @@ struct LatentConsumer {
     auto tSrQ = b_fragment(mma, sQ, thread);
     CUTE_UNROLL
     for (int piece = 0; piece < Traits::pieces; ++piece) {
+      if (piece < pairs && has_values) {
+        if (has_scores)
+          warpgroup_wait<pairs - 1>();
+        else
+          warpgroup_wait<0>();
+        release_values(piece);
+      }
+      if (!has_scores) continue;
       const auto at = state.plus(piece);
       wait_for_piece<Traits>(args, smem, at);
       start_product(mma, tSrK(_, _, _, at.stage), tSrQ(_, _, _, piece), tSrS, piece > 0);
     }
     wait_products<0>(tSrS);
+    CUTE_UNROLL
+    for (int t = 0; t < own_values; ++t) warpgroup_fence_operand(tOrO[t]);
   }
 
   // The block's keys that are there, of which this warp has 16: a bit each.
@@ -239,22 +257,21 @@ struct LatentConsumer {
     for (int i = 0; i < columns; ++i) softmax.sum[i] += sums[i];
   }
 
-  // O^T += V^T P^T, two pieces at a time, so that neighbouring instructions do not wait for each
-  // other.
-  CUTE_DEVICE void multiply_values(Output (&tOrO)[own_values]) const {
+  // Starts O^T += V^T P^T of the block at `state`, two pieces at a time, so that neighbouring
+  // instructions do not wait for each other.
+  CUTE_DEVICE void start_values(Output (&tOrO)[own_values]) const {
     typename Traits::OutputMma mma;
     auto sV = transposed(smem_tile<typename Traits::PieceLayout>(smem.pieces));
-    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p[warpgroup]);
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p[0]);
     auto tOrV = a_fragment(mma, sV, thread);
     auto tOrP = b_fragment(mma, sP, thread);
-    const int first = 1 + warpgroup * own_values;
     mma.accumulate_ = GMMA::ScaleOut::One;
     CUTE_UNROLL
     for (int t = 0; t < own_values; ++t) warpgroup_fence_operand(tOrO[t]);
     CUTE_UNROLL
     for (int t = 0; t < own_values; t += 2) {
-      const int even = state.plus(first + t).stage;
-      const int odd = state.plus(first + t + 1).stage;
+      const int even = state.plus(1 + t).stage;
+      const int odd = state.plus(2 + t).stage;
       warpgroup_arrive();
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tOrV); ++k) {
@@ -262,31 +279,28 @@ struct LatentConsumer {
         cute::gemm(mma, tOrV(_, _, k, odd), tOrP(_, _, k, buffer), tOrO[t + 1]);
       }
       warpgroup_commit_batch();
-      if (t == 0) continue;
-      warpgroup_wait<1>();
-      release(first + t - 2);
-      release(first + t - 1);
     }
-    warpgroup_wait<0>();
-    CUTE_UNROLL
-    for (int t = 0; t < own_values; ++t) warpgroup_fence_operand(tOrO[t]);
-    release(first + own_values - 2);
-    release(first + own_values - 1);
   }
 
-  CUTE_DEVICE void take_block(LatentItem const& item, int block, Output (&tOrO)[own_values]) {
+  CUTE_DEVICE void take_blocks(LatentItem const& item, Output (&tOrO)[own_values]) {
+    const int end = item.range.end;
     Scores tSrS;
-    multiply_scores(tSrS);
-    if (block + 1 == item.range.end) consumer_release(smem.q_ring, q_state);
-    const unsigned seen = keys_seen();
-    __syncwarp();
-    release(0);
-    modify_latent_scores(args, tSrS);
-    if (!item.range.is_interior(block) || seen != 0xffff) hide(item, block, seen, tSrS);
-    make_probabilities(block == item.range.begin, tSrS, tOrO);
-    multiply_values(tOrO);
-    buffer ^= 1;
-    state = state.plus(Traits::pieces);
+    CUTE_NO_UNROLL
+    for (int block = item.range.begin;; ++block) {
+      multiply(block > item.range.begin, block < end, tSrS, tOrO);
+      if (block >= end) return;
+      if (block + 1 == end) consumer_release(smem.q_ring, q_state);
+      const unsigned seen = keys_seen();
+      __syncwarp();
+      consumer_release(smem.ring, state);
+      modify_latent_scores(args, tSrS);
+      if (!item.range.is_interior(block) || seen != 0xffff) hide(item, block, seen, tSrS);
+      make_probabilities(block == item.range.begin, tSrS, tOrO);
+      start_values(tOrO);
+      buffer ^= 1;
+      values = state;
+      state = state.plus(Traits::pieces);
+    }
   }
 
   // The item's part of O and LSE, normalised, or the tile's.
@@ -359,9 +373,7 @@ struct LatentConsumer {
       CUTE_UNROLL
       for (int t = 0; t < own_values; ++t) clear(tOrO[t]);
       if (!item.range.empty()) consumer_wait(smem.q_ring, q_state);
-      CUTE_NO_UNROLL
-      for (int block = item.range.begin; block < item.range.end; ++block)
-        take_block(item, block, tOrO);
+      take_blocks(item, tOrO);
       if (!item.range.empty()) q_state.advance();
       write(item, tOrO);
     });

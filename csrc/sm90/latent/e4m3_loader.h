@@ -7,9 +7,10 @@
 
 namespace flash_attn_cuda::sm90 {
 
-// One of the warps that share a block's keys: four lanes a row. Copies of a block's bytes are under
-// way (cp.async) while the block before it is converted. A lane reads what it has copied alone, so
-// that no barrier is between; in registers loads would wait for each other.
+// One of the warps that share a block's keys: four lanes a row. Bytes of a block come by cp.async,
+// each piece into the place from which that of the block before it has just been converted. A lane
+// reads what it has copied alone, so that no barrier is between; in registers the loads would wait
+// for each other.
 template <class Traits>
 struct E4m3Loader {
   using Element = typename Traits::Element;
@@ -27,65 +28,78 @@ struct E4m3Loader {
   int lane = threadIdx.x % 32;
   int column = lane % lanes_per_row * columns;
   int thread = 32 * warp + lane;
-  PipelineState<Traits::stages> state{};  // of the first piece of the block to be converted
-  int buffer = 0;                         // of the next block's bytes
-  bool has_block = false;
-  unsigned seen = 0;  // of the block in the other buffer, the warp's keys, a bit each
+  PipelineState<Traits::stages> state{};  // of the next piece
+  bool has_block = false;                 // some block's bytes are there, or on their way
+  unsigned seen = 0;                      // of it the warp's keys, a bit each
 
-  CUTE_DEVICE void copy(const void* source, bool exists, uint4& target) const {
+  // Where this lane's columns of a key are.
+  struct Source {
+    const Element* rotary;
+    const std::uint8_t* latent;
+    const float* scales;  // null: 1
+    bool exists;
+  };
+  CUTE_DEVICE Source source_of(LatentItem const& item, KeyPlace const& place) const {
+    ForwardParams const& params = args.params;
+    const int head = item.work.head;
+    ScaleView const& view = params.scales.v;
+    Source source{static_cast<const Element*>(params.k.data),
+                  static_cast<const std::uint8_t*>(params.v.data), view.data, place.exists()};
+    if (!source.exists) return source;
+    source.rotary += place.offset(params.k, head) + column;
+    source.latent += place.offset(params.v, head) + column;
+    if (view.data != nullptr)
+      source.scales +=
+          head * view.head_stride +
+          (view.per_token ? place.batch * view.batch_stride + place.row * view.row_stride
+                          : item.work.sequence.index * view.batch_stride);
+    return source;
+  }
+
+  CUTE_DEVICE static void copy(const void* source, bool exists, uint4& target) {
     SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Vector>::copy(*static_cast<const Vector*>(source),
                                                   reinterpret_cast<Vector&>(target), exists);
   }
 
-  // Starts the copies of this lane's columns of a row, and of the scales of some pieces.
-  CUTE_DEVICE void start_copies(LatentItem const& item, KeyPlace const& place) {
+  // Starts the copies of a piece; with the rotary one those of the scales of some pieces.
+  CUTE_DEVICE void start_copies(Source const& source, int piece) {
     ForwardParams const& params = args.params;
-    auto& staged = smem.staged[buffer];
-    const int head = item.work.head;
-    const bool exists = place.exists();
-    const std::int64_t rotary = exists ? place.offset(params.k, head) + column : 0;
-    const auto* keys = static_cast<const Element*>(params.k.data) + rotary;
+    auto& staged = smem.staged;
+    if (piece > 0) {
+      const int first = (piece - 1) * Traits::piece_columns;
+      copy(source.latent + first, source.exists && first + column < params.shape.head_dim_v,
+           staged.latent[piece - 1][thread]);
+      cp_async_fence();
+      return;
+    }
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i)
-      copy(keys + chunk * i, exists && column + chunk * i < params.shape.head_dim,
+      copy(source.rotary + chunk * i, source.exists && column + chunk * i < params.shape.head_dim,
            staged.rotary[i][thread]);
-    const std::int64_t latent = exists ? place.offset(params.v, head) + column : 0;
-    const auto* numbers = static_cast<const std::uint8_t*>(params.v.data) + latent;
-    CUTE_UNROLL
-    for (int piece = 0; piece < Traits::value_pieces; ++piece) {
-      const int first = piece * Traits::piece_columns;
-      copy(numbers + first, exists && first + column < params.shape.head_dim_v,
-           staged.latent[piece][thread]);
-    }
     ScaleView const& view = params.scales.v;
-    const std::int64_t of_row = view.per_token
-                                    ? place.batch * view.batch_stride + place.row * view.row_stride
-                                    : item.work.sequence.index * view.batch_stride;
     CUTE_UNROLL
     for (int i = 0; i < scales; ++i) {
       const int first = (lane % lanes_per_row * scales + i) * Traits::piece_columns;
-      const bool is_there = exists && first < params.shape.head_dim_v;
+      const bool is_there = source.exists && first < params.shape.head_dim_v;
       float& target = staged.scales[i][thread];
-      if (view.data == nullptr) {
+      if (source.scales == nullptr) {
         target = 1.0f;
       } else {
-        const std::int64_t at =
-            of_row + head * view.head_stride + (first >> view.group_shift) * view.group_stride;
-        SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(view.data[is_there ? at : 0], target,
-                                                     is_there);
+        const std::int64_t group = is_there ? (first >> view.group_shift) * view.group_stride : 0;
+        SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(source.scales[group], target, is_there);
       }
     }
     cp_async_fence();
   }
 
-  CUTE_DEVICE uint4& target(int stage, int i) const {
+  CUTE_DEVICE uint4& target(int i) const {
     typename Traits::PieceOffsets offsets;
     const int row = 8 * warp + lane / lanes_per_row;
-    return reinterpret_cast<uint4&>(smem.pieces[offsets(row, column + chunk * i, stage)]);
+    return reinterpret_cast<uint4&>(smem.pieces[offsets(row, column + chunk * i, state.stage)]);
   }
 
   // Sixteen numbers times a scale.
-  CUTE_DEVICE void convert(uint4 const& numbers, float scale, int stage) const {
+  CUTE_DEVICE void convert(uint4 const& numbers, float scale) const {
     const std::uint32_t words[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -96,36 +110,29 @@ struct E4m3Loader {
         const float2 x = __half22float2(half2_of_e4m3(two));
         pairs[j] = pair_of<Element>({x.x * scale, x.y * scale});
       }
-      target(stage, i) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      target(i) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     }
   }
 
-  // The block in the other buffer goes to the ring.
-  CUTE_DEVICE void pass_on() {
-    auto const& staged = smem.staged[buffer ^ 1];
+  // A piece of the block that is there goes to the ring. own_scales: this lane's.
+  CUTE_DEVICE void pass_on(int piece, float (&own_scales)[scales]) {
+    auto const& staged = smem.staged;
     producer_acquire(smem.ring, state);
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) target(state.stage, i) = staged.rotary[i][thread];
-    if (lane == 0)
-      reinterpret_cast<std::uint8_t*>(smem.seen[state.stage])[warp] =
-          static_cast<std::uint8_t>(seen);
-    const auto finish = [&] {
-      __syncwarp();
-      producer_commit(smem.ring, state);
-      state.advance();
-    };
-    finish();
-    float own_scales[scales];
-    CUTE_UNROLL
-    for (int i = 0; i < scales; ++i) own_scales[i] = staged.scales[i][thread];
-    CUTE_UNROLL
-    for (int piece = 0; piece < Traits::value_pieces; ++piece) {
-      const int owner = lane / lanes_per_row * lanes_per_row + piece / scales;
-      const float scale = __shfl_sync(0xffffffffu, own_scales[piece % scales], owner);
-      producer_acquire(smem.ring, state);
-      convert(staged.latent[piece][thread], scale, state.stage);
-      finish();
+    if (piece == 0) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) target(i) = staged.rotary[i][thread];
+      CUTE_UNROLL
+      for (int i = 0; i < scales; ++i) own_scales[i] = staged.scales[i][thread];
+      auto* of_warps = reinterpret_cast<std::uint8_t*>(smem.seen[state.stage]);
+      if (lane == 0) of_warps[warp] = static_cast<std::uint8_t>(seen);
+    } else {
+      const int owner = lane / lanes_per_row * lanes_per_row + (piece - 1) / scales;
+      const float scale = __shfl_sync(0xffffffffu, own_scales[(piece - 1) % scales], owner);
+      convert(staged.latent[piece - 1][thread], scale);
     }
+    __syncwarp();
+    producer_commit(smem.ring, state);
+    state.advance();
   }
 
   // A bit for each of the warp's rows, which four lanes have.
@@ -139,18 +146,25 @@ struct E4m3Loader {
   CUTE_DEVICE void run() {
     const int row = 8 * warp + lane / lanes_per_row;
     const auto visit = [&](LatentItem const& item, KeyPlace const& place) {
-      start_copies(item, place);
-      if (has_block) {
-        cp_async_wait<1>();
-        pass_on();
+      const Source source = source_of(item, place);
+      float own_scales[scales];
+      CUTE_UNROLL
+      for (int piece = 0; piece < Traits::pieces; ++piece) {
+        if (has_block) {
+          cp_async_wait<Traits::pieces - 1>();
+          pass_on(piece, own_scales);
+        }
+        start_copies(source, piece);
       }
       has_block = true;
       seen = rows_of(place.exists());
-      buffer ^= 1;
     };
     for_each_block<Traits>(args, smem, row, visit);
+    if (!has_block) return;
     cp_async_wait<0>();
-    if (has_block) pass_on();
+    float own_scales[scales];
+    CUTE_UNROLL
+    for (int piece = 0; piece < Traits::pieces; ++piece) pass_on(piece, own_scales);
   }
 };
 

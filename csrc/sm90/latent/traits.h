@@ -90,7 +90,7 @@ struct LatentTraits {
     alignas(1024) Element pieces[stages * piece_elements];
     alignas(1024) Element q[block_m * piece_columns * LatentTraits::pieces];
     std::conditional_t<is_swapped, ToldByWarps, ToldByWarpgroups> told;
-    alignas(16) std::conditional_t<is_e4m3, StagedBytes[2], NoBytes> staged;
+    alignas(16) std::conditional_t<is_e4m3, StagedBytes, NoBytes> staged;
     Ring<stages> ring;
     Ring<1> q_ring;
     Ring<item_stages> item_ring;
