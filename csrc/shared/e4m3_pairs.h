@@ -32,6 +32,26 @@ CUTE_DEVICE __half2 half2_of_e4m3(std::uint16_t pair) {
 #endif
 }
 
+// Four of e4m3 -> two times two.
+CUTE_DEVICE void halves_of_e4m3(std::uint32_t word, __half2 (&pairs)[2]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  std::uint32_t bits[2];
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}\n"
+      : "=r"(bits[0]), "=r"(bits[1])
+      : "r"(word));
+  pairs[0] = reinterpret_cast<__half2 const&>(bits[0]);
+  pairs[1] = reinterpret_cast<__half2 const&>(bits[1]);
+#else
+  pairs[0] = half2_of_e4m3(static_cast<std::uint16_t>(word));
+  pairs[1] = half2_of_e4m3(static_cast<std::uint16_t>(word >> 16));
+#endif
+}
+
 // Two fp32 numbers -> two of Element, in a register.
 template <class Element>
 CUTE_DEVICE std::uint32_t pair_of(float2 values) {

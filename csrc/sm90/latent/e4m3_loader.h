@@ -105,10 +105,14 @@ struct E4m3Loader {
     for (int i = 0; i < 2; ++i) {
       std::uint32_t pairs[4];
       CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        const auto two = static_cast<std::uint16_t>(words[2 * i + j / 2] >> (j % 2 * 16));
-        const float2 x = __half22float2(half2_of_e4m3(two));
-        pairs[j] = pair_of<Element>({x.x * scale, x.y * scale});
+      for (int j = 0; j < 2; ++j) {
+        __half2 halves[2];
+        halves_of_e4m3(words[2 * i + j], halves);
+        CUTE_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          const float2 x = __half22float2(halves[h]);
+          pairs[2 * j + h] = pair_of<Element>({x.x * scale, x.y * scale});
+        }
       }
       target(i) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     }

@@ -23,10 +23,6 @@ struct LatentPairConsumer {
   using Output = AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<own_columns>>>;
   using Probabilities =
       FragmentLike<Element, decltype(a_operand_view(std::declval<Scores const&>()))>;
-  // To be timed. The first one hears P while its own is multiplied, and gives V back later.
-  static constexpr bool hears_early = false;
-  // The second one starts its own P V behind the other's.
-  static constexpr bool chains_values = false;
   using ValueLayout = TileLayout<Element, Traits::block_n, own_columns, 1>;
 
   LatentArguments const& args;
@@ -168,17 +164,11 @@ struct LatentPairConsumer {
 
   // P of a block of the other's.
   CUTE_DEVICE void hear(State const& at, Probabilities& tOrP, Output& tOrO) {
-    wait_values(at);
-    float references[rows];
-    partner.hear(tOrP, references);
-    follow(references, tOrO);
-  }
-  CUTE_DEVICE void wait_values(State const& at) const {
     CUTE_UNROLL
     for (int t = 0; t < own_values; ++t)
       wait_for_piece<Traits>(args, smem, at.plus(first_value + t));
-  }
-  CUTE_DEVICE void follow(float const (&references)[rows], Output& tOrO) {
+    float references[rows];
+    partner.hear(tOrP, references);
     const bool differs =
         references[0] != softmax.reference[0] || references[1] != softmax.reference[1];
     if (__any_sync(0xffffffffu, differs)) set_references(references, tOrO);
@@ -213,21 +203,11 @@ struct LatentPairConsumer {
         make_probabilities(block == item.range.begin, tSrS, tOrP, tOrO);
         partner.tell(tOrP, softmax.reference);
         start_values(state, tOrP, tOrO);
-        const State other = state.plus(Traits::pieces);
-        if (!hears_early || block + 1 == end) {
-          finish_values(state, tOrO);
-          state = other;
-          if (block + 1 == end) break;
-          hear(state, tOrOtherP, tOrO);
-        } else {
-          float references[rows];
-          wait_values(other);
-          partner.hear(tOrOtherP, references);
-          finish_values(state, tOrO);
-          state = other;
-          follow(references, tOrO);
-        }
-        start_values(state, tOrOtherP, tOrO);
+        finish_values(state, tOrO);
+        state = state.plus(Traits::pieces);
+        if (block + 1 == end) break;
+        hear(state, tOrP, tOrO);
+        start_values(state, tOrP, tOrO);
         finish_values(state, tOrO);
         state = state.plus(Traits::pieces);
       }
@@ -241,14 +221,9 @@ struct LatentPairConsumer {
         start_values(state, tOrOtherP, tOrO);
         make_probabilities(false, tSrS, tOrP, tOrO);
         partner.tell(tOrP, softmax.reference);
-        if constexpr (chains_values) {
-          start_values(own, tOrP, tOrO);
-          warpgroup_wait<1>();
-          release_values(state);
-        } else {
-          finish_values(state, tOrO);
-          start_values(own, tOrP, tOrO);
-        }
+        start_values(own, tOrP, tOrO);
+        warpgroup_wait<1>();
+        release_values(state);
         finish_values(own, tOrO);
         state = own.plus(Traits::pieces);
       }

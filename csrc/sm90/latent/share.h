@@ -168,18 +168,21 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   std::int64_t place = 0;  // the next of this CTA's
   std::int64_t end = 0;
   CtaShare share{};
-  const auto start = [&] {
+  const auto takes_part = [&] {
     const int ctas = ctas_that_share(args, tiles.count, total);
+    if (cta >= ctas) return false;
     share = CtaShare::of(total, ctas);
-    place = cta < ctas ? share.begin(cta) : 0;
-    end = cta < ctas ? share.begin(cta + 1) : 0;
+    place = share.begin(cta);
+    end = share.begin(cta + 1);
+    return true;
   };
   int index = is_whole ? cta : lane;
   if (is_whole) phase = walking;
-  if (is_even && has_key_lists(args.params)) {
+  // With few heads calls are short.
+  if (Traits::is_swapped && is_even && has_key_lists(args.params)) {
     const int blocks = blocks_of_list<Traits>(args);
     total = std::int64_t(tiles.count) * blocks;
-    start();
+    if (!takes_part()) return;
     index = static_cast<int>(quotient(place, blocks));
     first = std::int64_t(index) * blocks;
     phase = walking;
@@ -201,8 +204,7 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
       if (phase == summing) {
         total += of_all;
         if (lanes_begin + 32 < tiles.count) continue;
-        start();
-        if (place == end) return;
+        if (!takes_part()) return;
         phase = seeking;
         if (tiles.count > 32) {
           index = lane;
