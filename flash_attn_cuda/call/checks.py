@@ -282,10 +282,28 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
     lengths.check_bound(names.max_seqlen_k, call.max_seqlen_k, used_k)
     if call.leftpad_k is not None:
         lengths.check_range("leftpad_k", call.leftpad_k, 0, used_k)
+    _check_lists(call, used_q, used_k)
     if table is not None:
         lengths.check_pages(table, call.leftpad_k, used_k, k.shape[:2])
     if call.origin is not None and call.dropout_p > 0.0:
         lengths.check_origin_contents(call.origin)
+
+
+def _check_lists(call: AttentionCall, queries: torch.Tensor, used: torch.Tensor) -> None:
+    """Raise unless entries of the lists of queries that attend are keys, or none."""
+    if call.key_lists is None:
+        return
+    keys = used if call.leftpad_k is None else used - call.leftpad_k
+    bounds = call.cu_seqlens_q
+    for index, (count, seqlen_k) in enumerate(zip(queries.tolist(), keys.tolist(), strict=True)):
+        first = 0 if bounds is None else int(bounds[index])
+        lists = call.key_lists[index] if bounds is None else call.key_lists
+        most = int(lists[first : first + count].amax()) if lists.numel() > 0 and count > 0 else -1
+        if most >= seqlen_k:
+            raise ValueError(
+                f"key_lists: must be below the sequence's number of keys, {seqlen_k}, got {most} "
+                f"in sequence {index}"
+            )
 
 
 def _check_cache_contents(call: AttentionCall) -> None:
@@ -317,6 +335,7 @@ def _check_cache_contents(call: AttentionCall) -> None:
         )
     if call.leftpad_k is not None:
         lengths.check_range("cache_leftpad", call.leftpad_k, 0, used + new)
+    _check_lists(call, queries, used + new)
     rows = k_cache.shape[0] if table is None else table.shape[0]
     if call.cache_batch_idx is not None:
         lengths.check_range("cache_batch_idx", call.cache_batch_idx, 0, rows - 1)

@@ -3,13 +3,15 @@
 Packed, sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]; of queries the first
 seqused_q[b] attend, and its keys are those from leftpad_k[b] to seqused_k[b]. Over a cache it lies
 in entry cache_batch_idx[b], b by default, and has new keys behind those too. With a block_table its
-keys are in the pages that its entry of that names.
+keys are in the pages that its entry of that names. With lists of keys, every query and key head is
+a sequence of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -62,7 +64,37 @@ def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
         if call.qv is not None:  # one product of both
             q, k = torch.cat([q, call.qv[queries]], -1), torch.cat([k, v], -1)
         alone = _alone(call, index, q, k, v)
-        yield Sequence(alone, slice(index, index + 1), queries, rows, keys)
+        found = Sequence(alone, slice(index, index + 1), queries, rows, keys)
+        if call.key_lists is None:
+            yield found
+        else:
+            yield from _of_lists(found, call.key_lists[queries], is_packed=bounds is not None)
+
+
+def _of_lists(whole: Sequence, lists: Tensor, *, is_packed: bool) -> Iterator[Sequence]:
+    """Each query of a sequence (a batch of one) and each key head with the keys that its list
+    (1, Sq, Hk, n) names, as often as it does, and that the query sees.
+    """
+    call = whole.call
+    (seqlen_q, heads_q), (seqlen_k, heads_k) = call.q.shape[1:3], call.k.shape[1:3]
+    left, right = call.window()
+    group = heads_q // heads_k
+    anywhere: dict[str, Any] = {"key_lists": None, "origin": None, "causal": False}
+    anywhere |= {"window_size_left": -1, "window_size_right": -1}
+    for query, head in product(range(seqlen_q), range(heads_k)):
+        entries, centre = lists[0, query, head].long(), query + seqlen_k - seqlen_q
+        is_seen = entries >= max(0, centre - left if left >= 0 else 0)
+        if right >= 0:
+            is_seen &= entries <= centre + right
+        row, heads = slice(query, query + 1), slice(head * group, (head + 1) * group)
+        k, v = (x[:, entries[is_seen], head : head + 1] for x in (call.k, call.v))
+        sink = None if call.sink is None else call.sink[heads]
+        part = replace(call, q=call.q[:, row, heads], k=k, v=v, sink=sink, **anywhere)
+        entry: Index = whole.entry
+        if is_packed:
+            first = whole.queries[1].start + query
+            entry, row = None, slice(first, first + 1)
+        yield Sequence(part, whole.entry, (entry, row, heads), (entry, heads, row), keys=None)
 
 
 def append(call: AttentionCall) -> None:

@@ -123,6 +123,7 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
         "an attn_mask or a block_mask": call.has_masks(),
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
         "return_attn_probs and dropout": returns_lse and call.dropout_p > 0.0,
+        "key_lists": call.key_lists is not None,
     }
     refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
     call.q, call.k, call.v, call.qv = cast_for_autocast(call.q, call.k, call.v, call.qv)
@@ -201,6 +202,8 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
     """attend_in_chunks over a cache. New keys are appended first, unless one query a sequence sees
     one.
     """
+    reasons = {"key_lists": call.key_lists is not None}
+    refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
     check_call(call, is_padded=False)
     if call.batch() == 0:
         return results_of(call)

@@ -128,6 +128,12 @@ def flash_attn_with_kvcache(
         quantize: "token": every new (token, head) of k and v gets a scale of its own, its largest
             finite magnitude over 448, or 1 where that is 0. It is written into k_descale and
             v_descale, which are tensors with a scale for every token.
+        key_lists: (batch, seqlen_q, heads_k, n), or packed (total_q, heads_k, n), with any strides:
+            the keys that the query heads of a key head see, by their positions in the query's
+            sequence, from 0 to seqlen_k - 1, in any order; negative for none. Lengths, causal and
+            window hide keys of lists as well. A key that stands twice counts twice. A query whose
+            list names none has out 0 and softmax_lse -inf, or its sink. For a call with a qv.
+        key_list_block: keys that an entry stands for: 1.
 
     Returns:
         out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
@@ -138,7 +144,8 @@ def flash_attn_with_kvcache(
         not written. ValueError: there is a qv and no softmax_scale. NotImplementedError: a tensor
         carries a forward-mode gradient, or with k or qv requires grad while gradients are enabled;
         from the backward, without those; with a qv there are alibi_slopes, or caches are of
-        float8_e4m3fn.
+        float8_e4m3fn; there are key_lists without a qv or with an attention_chunk, or a
+        key_list_block that is not 1.
     """
     tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, qv)
     _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)

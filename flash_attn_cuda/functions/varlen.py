@@ -118,6 +118,9 @@ def flash_attn_varlen_func(
         v_descale: the same of v.
         q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
         keep_rounding: as in flash_attn_func.
+        key_lists: (total_q, heads_k, n), int32, as in flash_attn_with_kvcache: the keys that a
+            query sees, in a call with a qv.
+        key_list_block: keys that an entry stands for: 1.
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
@@ -136,7 +139,8 @@ def flash_attn_varlen_func(
             float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
             attn_mask or a block_mask; there is a qv, and an input requires grad while gradients are
             enabled or has a forward-mode gradient, or there is dropout, an attn_mask, a block_mask
-            or alibi_slopes, or k is of float8_e4m3fn.
+            or alibi_slopes, or k is of float8_e4m3fn; there are key_lists without a qv or with an
+            attention_chunk, or a key_list_block that is not 1.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic

@@ -91,6 +91,7 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
         ),
         **dict.fromkeys(("rotary_cos", "rotary_sin"), (WHOLE, WHOLE)),
         "block_table": table,
+        "key_lists": (*q[:-2], KEY_HEADS, WHOLE),
     }
 
 
@@ -179,6 +180,8 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
         local |= {name: local[name].narrow(-2, first, count) for name in "kv"}
         given = [name for name in SCALES if name in local]
         local |= {name: local[name].narrow(-1, first, count) for name in given}
+        if "key_lists" in local:
+            local["key_lists"] = local["key_lists"].narrow(-2, first, count)
     part = replace(call, **local)
     return part if call.dropout_p == 0.0 else _as_part_of_dropout(call, part, split)
 

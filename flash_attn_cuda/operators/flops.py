@@ -2,7 +2,8 @@
 additions of their products, on the pairs that lengths, causal and window leave.
 
 Lengths count where they are integers or in the host's memory. Where a sequence's are on a GPU, it
-counts as every query by every key that there may be. Masks and biases hide nothing here.
+counts as every query by every key that there may be. Masks and biases hide nothing here, and lists
+of keys have all of their entries.
 
 Imported when torch.utils.flop_counter is (dtensor_import.py).
 """
@@ -80,6 +81,8 @@ _FORMULAS: tuple[tuple[Any, Sequence[str], Products], ...] = (
 
 def visible_pairs(call: AttentionCall) -> int:
     """Of a query and a key that it sees, in all sequences, of one head."""
+    if call.key_lists is not None:
+        return call.key_lists.numel() // call.k.shape[-2]
     lengths_q, lengths_k = _queries(call), _keys(call)
     if lengths_q is None or lengths_k is None:
         rows = call.q.shape[0] if call.is_packed() else call.batch() * call.q.shape[1]

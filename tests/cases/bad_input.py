@@ -384,6 +384,36 @@ def cache_cases() -> Iterator[BadContent]:
         yield BadContent(f"block_table {bad} with an append", match, prepare)
 
 
+def list_cases() -> Iterator[BadContent]:
+    """Lists of keys that name what is no key of the sequence, or lies in no page."""
+
+    def prepare(paged: bool, bad: int, table: Any = TABLE) -> Prepared:
+        cache, shape = Cache(paged, table), (BATCH, 2, HEADS_K, 5)
+        lists = (normal(*shape, dtype=torch.float32).abs() * 3).int().clamp(max=6)
+        options = {"cache_seqlens": int32((21, 8, 21)), "softmax_scale": 0.2}
+        options["qv"] = normal(BATCH, 2, HEADS_Q, HEAD_DIM, seed=33)
+
+        def call(entry: int, of: Cache) -> Results:
+            lists[1, 0, 1, 2] = entry
+            return of.call(key_lists=lists, **options)
+
+        return Prepared(
+            call=lambda: call(bad, cache),
+            expected=lambda: call(-1, Cache(paged)),
+            guards=cache.guards,
+        )
+
+    for paged in (False, True):
+        kind = "paged" if paged else "dense"
+        for bad in (8, INT_MAX):
+            match = error_pattern("key_lists", bad, 1)
+            yield BadContent(f"{kind} key_lists {bad}", match, partial(prepare, paged, bad))
+    for page in (-1, 9):
+        table = (TABLE[0], (0, page, 8), TABLE[2])
+        match = error_pattern("block_table", page)
+        yield BadContent(f"listed page {page}", match, partial(prepare, True, 7, table))
+
+
 def unspecified_cases() -> Iterator[BadContent]:
     """Flagged and safe, but what comes out is nobody's promise."""
 
@@ -436,7 +466,8 @@ def unspecified_cases() -> Iterator[BadContent]:
 
 
 def bad_content_cases() -> list[BadContent]:
-    return [*varlen_cases(), *origin_cases(), *cache_cases(), *unspecified_cases()]
+    of_caches = (*cache_cases(), *list_cases())
+    return [*varlen_cases(), *origin_cases(), *of_caches, *unspecified_cases()]
 
 
 def differences(actual: Results, expected: Results) -> list[str]:

@@ -38,7 +38,7 @@ class Fp8Inputs:
 
     def arguments(self) -> dict[str, Any]:
         arguments = {**self.cache.arguments(), **self.scales}
-        del arguments["qv"]  # such caches have none
+        del arguments["qv"], arguments["key_lists"]  # such caches have none
         return arguments
 
 

@@ -38,6 +38,7 @@ class KvCacheInputs:
     alibi_slopes: Tensor | None
     sink: Tensor | None = None
     qv: Tensor | None = None
+    key_lists: Tensor | None = None
 
     def arguments(self) -> dict[str, Tensor | None]:
         """For the function and for kvcache_reference."""
@@ -47,7 +48,9 @@ class KvCacheInputs:
         """Sequence b alone, in a cache of another capacity; its pages stay where they are."""
         at, table = slice(b, b + 1), self.block_table
         changed: dict[str, Any] = {"q": self.q[at], "cache_seqlens": self.cache_seqlens[at]}
-        changed["qv"] = None if self.qv is None else self.qv[at]
+        for name in ("qv", "key_lists"):
+            x = getattr(self, name)
+            changed[name] = None if x is None else x[at]
         if table is not None:
             width = table.shape[1] if capacity is None else -(-capacity // self.k_cache.shape[1])
             changed["block_table"] = table.new_full((1, width), -1)
@@ -80,6 +83,7 @@ class KvCacheCase(Features):
     head_dim_v: int | None = None  # None: head_dim
     sink: torch.dtype | None = None
     has_qv: bool = False
+    keys_per_list: int | None = None  # None: no lists
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
@@ -103,6 +107,8 @@ class KvCacheCase(Features):
             parts.append(f"sink_{DTYPE_NAMES[self.sink]}")
         if self.has_qv:
             parts.append("qv")
+        if self.keys_per_list is not None:
+            parts.append(f"lists{self.keys_per_list}")
         return "-".join(parts).replace(" ", "")
 
     @property
@@ -129,7 +135,7 @@ class KvCacheCase(Features):
 
     def make_inputs(self, seed: int = 0) -> KvCacheInputs:
         """Standard normal values, the same for the same seed and device type; pages in any order.
-        Rows of the cache outside every [leftpad, cached) are NaN.
+        Rows of the cache outside every [leftpad, cached), or that no list names, are NaN.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
 
@@ -150,7 +156,7 @@ class KvCacheCase(Features):
             frequencies = 1e4 ** -torch.linspace(0, 1, self.rotary_dim // 2, dtype=torch.float64)
             angles = positions * frequencies
             cos, sin = (x.to(self.device, self.dtype) for x in (angles.cos(), angles.sin()))
-        return KvCacheInputs(
+        inputs = KvCacheInputs(
             q=q,
             k_cache=self._cache(normal, block_table, head_dims[0]),
             v_cache=self._cache(normal, block_table, head_dims[1]),
@@ -168,12 +174,36 @@ class KvCacheCase(Features):
             sink=self._sink(generator),
             qv=normal(*q.shape[:-1], self.value_dim) if self.has_qv else None,
         )
+        return inputs if self.keys_per_list is None else self._with_lists(inputs, generator)
 
     def _sink(self, generator: torch.Generator) -> Tensor | None:
         if self.sink is None:
             return None
         sink = torch.randn(self.num_heads_q, device=self.device, generator=generator)
         return sink.to(self.sink)
+
+    def _with_lists(self, inputs: KvCacheInputs, generator: torch.Generator) -> KvCacheInputs:
+        """Lists, and NaN in rows of the cache that none of them names."""
+        batch, table, lists = self.batch, inputs.block_table, []
+        queries, new = (
+            n if isinstance(n, tuple) else (n or 0,) * batch
+            for n in (self.seqlens_q, self.seqlens_new)
+        )
+        for b, pad in enumerate(self.leftpad or (0,) * batch):
+            shape = (queries[b], self.num_heads_k, self.keys_per_list or 0)
+            lists.append(draw_lists(shape, self.cached[b] + new[b] - pad, generator))
+            named = torch.zeros(self.capacity, dtype=torch.bool, device=self.device)
+            named[lists[-1][lists[-1] >= 0].long() + pad] = True
+            entry, rows = self.batch_idx[b] if self.batch_idx else b, (~named).nonzero().flatten()
+            places: Any = (entry, rows)
+            if table is not None:
+                size = inputs.k_cache.shape[1]
+                places = (table[entry][rows // size].long(), rows % size)
+            inputs.k_cache[places] = inputs.v_cache[places] = torch.nan
+        packed = torch.cat(lists)
+        if not self.is_packed:
+            packed = packed.unflatten(0, (batch, -1)) if batch > 0 else packed[None][:0]
+        return replace(inputs, key_lists=packed)
 
     def _leading(self, seqlens: int | tuple[int, ...]) -> tuple[int, ...]:
         return (self.batch, seqlens) if isinstance(seqlens, int) else (sum(seqlens),)
@@ -218,6 +248,26 @@ class KvCacheCase(Features):
         pool = torch.full_like(pages[:1], torch.nan).repeat(len(pages) + 1, 1, 1, 1)
         pool[block_table.flatten().long()] = pages
         return pool
+
+
+def draw_lists(shape: tuple[int, int, int], seqlen_k: int, generator: torch.Generator) -> Tensor:
+    """int32 (Sq, Hk, n): of a query keys at random, some of them twice and some none, or neighbours
+    in order, or, of some, none at all.
+    """
+    device = generator.device
+
+    def uniform(*sizes: int) -> Tensor:
+        return torch.rand(sizes, device=device, generator=generator)
+
+    anywhere = (uniform(*shape) * seqlen_k).int()
+    first = (uniform(*shape[:2], 1) * seqlen_k).int()
+    in_order = first + torch.arange(shape[2], device=device, dtype=torch.int32)
+    is_none = (uniform(*shape) < 0.2) | (anywhere >= seqlen_k)
+    nothing = torch.where(uniform(*shape) < 0.5, -1, -(2**31)).int()
+    anywhere = torch.where(is_none, nothing, anywhere)
+    in_order = torch.where(in_order < seqlen_k, in_order, nothing)
+    kind = uniform(*shape[:2], 1)
+    return torch.where(kind < 0.5, anywhere, torch.where(kind < 0.9, in_order, nothing))
 
 
 QUERIES: dict[str, dict[str, Any]] = {

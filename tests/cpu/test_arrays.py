@@ -61,6 +61,7 @@ HAVING: dict[str, Described] = {
     "k_descale": E4M3_CACHE,
     "v_descale": FP8_LATENT,
     "qv": LATENT,
+    "key_lists": LATENT | {"key_lists": integers(6, 2, 9)},
 }
 # What is done to an array, the exception, and how its words go on behind the array's name.
 CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
@@ -85,8 +86,8 @@ def test_of_an_array(name: str, change: str) -> None:
     given, (alter, kind, words) = HAVING[name], CHANGES[change]
     for road in ROADS:
         road(described(given))
-    if change == "size" and name in ("block_table", "qv", "v_descale"):
-        return  # any number of pages or groups; a rule of its own (test_rules.py)
+    if change == "size" and name in ("block_table", "qv", "v_descale", "key_lists"):
+        return  # any number of pages, groups or keys; a rule of its own (test_rules.py)
     call = described(given | {name: alter(given[name])})
     known = ARGUMENTS[name].name_of_cache if "over_cache" in given else name
     found = [words_of(road, call, kind) for road in ROADS]

@@ -32,12 +32,16 @@ def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
     )
 
 
-AXES = {**CACHE_AXES, "head_dims": [(16, 16), (24, 16), (16, 24), (33, 5)], "has_qv": [0, 1]}
+AXES = {
+    **{**CACHE_AXES, "head_dims": [(16, 16), (24, 16), (16, 24), (33, 5)]},
+    **{"has_qv": [0, 1], "keys_per_list": [None, 1, 30]},
+}
 
 
 def drawn_case(row: dict[str, Any], dtype: torch.dtype) -> KvCacheCase:
-    """Queries are rotated with new keys alone, and qv has a scale and no slopes."""
+    """Queries are rotated with new keys alone, lists want qv, and qv has a scale and no slopes."""
     fields = dict(row)
+    fields["has_qv"] |= fields["keys_per_list"] is not None
     if fields["has_qv"]:
         fields["softmax_scale"] = 0.2
         fields["features"] = {x: y for x, y in row["features"].items() if x != "alibi"}

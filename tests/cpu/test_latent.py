@@ -37,7 +37,9 @@ USED = torch.tensor([5, 3], dtype=torch.int32)
 )  # fmt: skip
 def test_packed(features: dict[str, Any], page_size: int | None) -> None:
     lengths: dict[str, Any] = {"lengths_q": (1, 0, 17), "lengths_k": (20, 9, 33), "num_heads_k": 2}
-    check_packed(VarlenCase(**lengths, **SMALL, **features), page_size)
+    case = VarlenCase(**lengths, **SMALL, **features)
+    check_packed(case, page_size)
+    check_packed(case, page_size, keys_per_list=12)
 
 
 @pytest.mark.parametrize("page_size", [None, 8])
@@ -130,3 +132,78 @@ def test_flops() -> None:
     with FlopCounterMode(display=False) as counter:
         flash_attn_with_kvcache(**given)
     assert counter.get_total_flops() == 2 * 4 * 3 * (5 + 3) * (8 + 16 + 16)
+
+
+# -- lists of keys ---------------------------------------------------------------------------------
+
+
+def with_lists(function: Any) -> dict[str, Any]:
+    """Of a call that is valid: two keys of each query, the first twice."""
+    given = arguments_of(function)
+    heads_k = given["k_cache" if "k_cache" in given else "k"].shape[-2]
+    lists = torch.tensor([0, -1, 0, 1, -7], dtype=torch.int32)
+    return given | {"key_lists": lists.expand(*given["q"].shape[:-2], heads_k, 5)}
+
+
+@FUNCTIONS
+def test_lists_by_every_road(function: Any) -> None:
+    given = with_lists(function)
+    expected = function(**given)
+    assert not torch.equal(expected, function(**given | {"key_lists": None}))
+    out = torch.empty_like(expected)
+    assert function(**given, out=out) is out and torch.equal(out, expected)
+    compiled = torch.compile(lambda x: function(**x), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(given), expected)
+    lists = given.pop("key_lists")
+    mapped = torch.vmap(lambda x: function(**given, key_lists=x))
+    assert torch.equal(
+        mapped(torch.stack([lists, lists * 0 - 1])), torch.stack([expected, out * 0])
+    )
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("count", [0, 3])
+def test_lists_of_nothing(function: Any, count: int) -> None:
+    given = with_lists(function)
+    given |= {"key_lists": given["key_lists"][..., :count] * 0 - 1, "sink": torch.arange(4.0)}
+    is_packed = function is flash_attn_varlen_func
+    wants_lse = "return_attn_probs" if is_packed else "return_softmax_lse"
+    out, lse, *_ = function(**given, **{wants_lse: True})
+    assert not out.any()
+    assert torch.equal(lse, torch.arange(4.0)[:, None].expand_as(lse))
+    _, lse, *_ = function(**given | {"sink": None}, **{wants_lse: True})
+    assert (lse == -torch.inf).all()
+
+
+@FUNCTIONS
+def test_what_lists_go_with(function: Any) -> None:
+    given = with_lists(function)
+    with pytest.raises(NotImplementedError, match=r"^attention_chunk: must be 0 with key_lists, "):
+        function(**given, attention_chunk=2)
+    with pytest.raises(NotImplementedError, match=r"^key_list_block: must be 1, got 64"):
+        function(**given, key_list_block=64)
+    with pytest.raises(TypeError, match=r"^key_list_block: must be an integer, got float"):
+        function(**given, key_list_block=1.0)
+    with pytest.raises(TypeError, match=r"^key_lists: must be a torch.Tensor, got list"):
+        function(**given | {"key_lists": [0]})
+    lists = given["key_lists"].clone()
+    lists.flatten()[-5] = 4
+    with pytest.raises(
+        ValueError, match=r"^key_lists: must be below .*, [34], got 4 in sequence 1"
+    ):
+        function(**given | {"key_lists": lists})
+
+
+def test_operators_with_lists() -> None:
+    call: dict[str, Any] = {"q": normal(2, 3, 4, 8), "qv": normal(2, 3, 4, 16)}
+    call |= {"k": normal(2, 9, 1, 8), "v": normal(2, 9, 1, 16), "seqused_k": USED}
+    call |= {"key_lists": torch.zeros(2, 3, 1, 4, dtype=torch.int32)}
+    call |= {"softmax_scale": 0.2, "over_cache": True}
+    opcheck(torch.ops.flash_attn_cuda.attention, arguments(**call))
+
+
+def test_flops_of_lists() -> None:
+    with FlopCounterMode(display=False) as counter:
+        flash_attn_with_kvcache(**with_lists(flash_attn_with_kvcache))
+    assert counter.get_total_flops() == 2 * 4 * (2 * 3 * 5) * (8 + 16 + 16)

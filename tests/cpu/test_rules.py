@@ -88,6 +88,7 @@ CALLS: dict[str, Described] = {
     "bias": ONE_LENGTH | {"bias": zeros(1, 1, 3, 10)},
     "wants_s_dmask": PACKED | {"dropout_p": 0.5, "return_softmax": True},
     "qv": LATENT,
+    "not qv": CACHE,
     "is_fp8": fp8(PACKED),
     "not is_fp8": CACHE,
     "is_fp8_latent": FP8_LATENT,
@@ -125,6 +126,7 @@ ABSENT = (
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
     ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
+    ("not qv", NotImplementedError, "without qv", "key_lists"),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
     ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
      "v_descale quantizes_tokens"),
@@ -206,6 +208,9 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
          "qv: must have the shape of q but for the last dimension, (6, 4, 16), got (6, 2, 16)"),
         (LATENT, {"qv": zeros(6, 4, 24)},
          "qv: last dimension must be that of v (16), got (6, 4, 24)"),
+        (LATENT, {"key_lists": integers(6, 4, 9)},
+         "key_lists: must have a list for every query of q, (6, 4, 16), and head of k (2), got "
+         "(6, 4, 9)"),
         (PAGED, {"block_table": integers(3, 3)},
          "block_table: must have shape (2, max_pages), got (3, 3)"),
         (CACHE, {"block_table": integers(2), "cache_batch_idx": integers(2)},
@@ -273,6 +278,7 @@ OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
     "softcap": ((1e-42, 1e39, math.nan), "off (0) or a normal number in float32", (-1.5, 1.2e-38)),
     "max_seqlen_q": ((-1,), "at least 0", (0,)),
     "max_seqlen_k": ((-1,), "at least 0", (0, 2**63 - 1)),
+    "key_list_block": ((-1, 0), "at least 1", (1,)),
     "num_splits": ((-1, 257), "from 0 to 256", (0, 256)),
     "sm_margin": ((-1,), "at least 0", (0, 2**63 - 1)),
 }
@@ -333,6 +339,26 @@ def test_of_a_layout(given: Described, name: str, shape: tuple[int, ...], must: 
     known = f"{name}_cache" if "over_cache" in given else name
     words = f"{known}: must have {must}, got shape {shape}"
     assert_refused_on_both(described(given | {name: zeros(*shape)}), ValueError, words)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 2, 9), (2, 3, 9), (1, 3, 2, 9), (2, 1, 2, 9), (2, 3, 4, 9), (2, 3, 2, 0)]
+)
+def test_of_lists_over_a_cache(shape: tuple[int, ...]) -> None:
+    latent: Described = {"qv": zeros(2, 3, 4, 16), "softmax_scale": 0.1}
+    call = described(CACHE | latent | {"key_lists": integers(*shape)})
+    if shape[:3] == (2, 3, 2):
+        check_call(call)
+        if EXTENSION is not None:
+            EXTENSION.explain_settings(call)
+        return
+    must = "must have a list for every query of q, (2, 3, 4, 16), and head of k_cache (2)"
+    assert_refused_on_both(call, ValueError, f"key_lists: {must}, got {shape}")
+
+
+def test_of_blocks_of_listed_keys() -> None:
+    call = described(LATENT | {"key_lists": integers(6, 2, 9), "key_list_block": 8})
+    assert_refused_on_both(call, NotImplementedError, "key_list_block: must be 1, got 8")
 
 
 @pytest.mark.parametrize(("tiles_q", "shape"), [(1, (1, 1, 9, 8)), (2, (1, 1, 9, 4))])

@@ -232,6 +232,8 @@ def latent_cache(draw: Draw) -> RandomCall:
     scale = draw.rng.choice((192**-0.5, 192**-0.5, 0.3, 0.0, -0.1))
     of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": scale, "alibi": None}
     of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
+    if draw.chance(0.5):
+        of_latent["keys_per_list"] = draw.length(2100)
     return CacheCall(replace(case, **of_latent, **of_heads), _splits(draw))
 
 

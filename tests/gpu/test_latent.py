@@ -91,6 +91,36 @@ SHAPES: dict[str, list[Call]] = {
             {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
         ],
     ),
+    "lists": grid(
+        **LATENT, cached=(LONG, 0, 65, 1), capacity=LONG + 30, page_size=[None, 1, 16, 48, 64],
+        num_heads_q=[n for n, _ in HEADS], of=FEW, keys_per_list=[5, 100],
+    ),
+    "lists of some length": grid(
+        **LATENT, cached=(LONGEST, 0, LONG), capacity=LONGEST, page_size=[None, 1, 64],
+        num_heads_q=[8, 128], seqlens_q=[1, 2], keys_per_list=[1, 63, 64, 65, scaled(2048, 200)],
+        num_splits=[0, 1, 7, 256],
+    ),
+    "lists of other columns": grid(
+        **(LATENT | {"head_dim": [64, 24], "head_dim_v": [512, 200], "num_heads_k": [1, 2]}),
+        dtype=DTYPES, cached=(LONG, 64, 3), capacity=LONG, num_heads_q=[8, 34],
+        page_size=[None, 48], seqlens_q=2, keys_per_list=70,
+    ),
+    "lists and an append": grid(
+        **LATENT, cached=(100, 0, 63), num_heads_q=[16, 64], page_size=[None, 1, 64], causal=BOTH,
+        queries=[(1, 1), (3, 3), ((1, 3, 2), (1, 3, 2))], rotary=[(0, True), (32, False)],
+        keys_per_list=40,
+    ),
+    "pairs with lists": pairs(
+        **(LATENT | {"softmax_scale": [192**-0.5, 4.0, 0.0, -0.1]}), cached=(LONG, 0, 37),
+        capacity=LONG + 50, dtype=DTYPES, heads=HEADS, of=FEW[:4], page_size=PAGES, causal=BOTH,
+        window=[(-1, -1), (33, -1), (400, 300)], softcap=[0.0, 4.0],
+        sink=[None, torch.float32, torch.bfloat16], num_splits=[0, 1, 3], batch_invariant=BOTH,
+        keys_per_list=[1, 64, scaled(700, 90)],
+        places=[
+            {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
+            {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -112,8 +142,9 @@ def test_packed(heads: int, page_size: int | None) -> None:
         {"leftpad": (5, 0, 9, 63, 1)},
     ):
         case = make_varlen_case(**lengths, **others, **features)
-        check_packed(case, page_size)
-        check_packed(case, page_size, batch_invariant=True)
+        for keys_per_list in (None, 90):
+            check_packed(case, page_size, keys_per_list)
+            check_packed(case, page_size, keys_per_list, batch_invariant=True)
 
 
 def run(case: KvCacheCase, inputs: KvCacheInputs, **changes: Any) -> AttentionResult:
@@ -126,21 +157,26 @@ def test_joined_caches_and_poisoned_tables_give_the_same_bits(
     heads: int, page_size: int | None
 ) -> None:
     case = a_case(cached=(LONG, 0, 65), capacity=LONG + 300, num_heads_q=heads, page_size=page_size)
-    inputs = case.make_inputs()
-    expected = run(case, inputs)
-    assert_same_bits(run(case, inputs, **joined(inputs)), expected)
-    if page_size is not None:
-        assert_same_bits(run(case, with_poisoned_table(inputs)), expected)
+    for keys_per_list in (None, 100):
+        case = replace(case, keys_per_list=keys_per_list)
+        inputs = case.make_inputs()
+        expected = run(case, inputs)
+        assert_same_bits(run(case, inputs, **joined(inputs)), expected)
+        if page_size is not None:
+            assert_same_bits(run(case, with_poisoned_table(inputs)), expected)
 
 
+@pytest.mark.parametrize("keys_per_list", [None, scaled(1200, 100)])
 @pytest.mark.parametrize("page_size", [None, 1, 64])
 @pytest.mark.parametrize(("heads", "queries"), [(8, 1), (16, 3), (128, 2)])
-def test_batch_invariance(heads: int, queries: int, page_size: int | None) -> None:
+def test_batch_invariance(
+    heads: int, queries: int, page_size: int | None, keys_per_list: int | None
+) -> None:
     """The same bits alone and among others, in small and in large caches, with any num_splits."""
     cached = (LONG, 1, 0, 64, 65)
     case = a_case(
         cached=cached * scaled(20, 2), capacity=LONG + 24, page_size=page_size,
-        seqlens_q=queries, num_heads_q=heads, causal=True,
+        seqlens_q=queries, num_heads_q=heads, causal=True, keys_per_list=keys_per_list,
     )  # fmt: skip
     inputs = case.make_inputs()
     together = run(case, inputs, batch_invariant=True)
@@ -165,6 +201,30 @@ def test_replays_with_other_lengths(heads: int, page_size: int | None) -> None:
         lengths = torch.tensor(values, dtype=torch.int32, device=DEVICE)
         used.copy_(lengths)
         assert_same_bits(replay(), run(case, replace(inputs, cache_seqlens=lengths)), str(values))
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 64])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_replays_with_other_lists(heads: int, page_size: int | None) -> None:
+    """Lists of any strides, that a graph was captured with when they named nothing."""
+    case = a_case(
+        cached=(LONG, 0, 65), capacity=LONG, page_size=page_size, num_heads_q=heads, seqlens_q=2,
+        keys_per_list=scaled(700, 90),
+    )  # fmt: skip
+    inputs = case.make_inputs()
+    lists = inputs.key_lists
+    assert lists is not None
+    expected = run(case, inputs)
+    apart = lists.new_empty((2, *lists.shape[:1], 3, lists.shape[-1] + 5)).transpose(0, 1)
+    static = apart[..., 1:2, 2:-3].fill_(-1)
+    assert not static.is_contiguous() and static.shape == lists.shape
+    replay = captured(lambda: run(case, replace(inputs, key_lists=static)))
+    nothing = replay()
+    assert not nothing.out.any() and (nothing.lse == -torch.inf).all()
+    for changed in (lists, lists.flip(1), lists.roll(1, -1)):
+        static.copy_(changed)
+        assert_same_bits(replay(), run(case, replace(inputs, key_lists=changed)))
+    assert_same_bits(run(case, replace(inputs, key_lists=lists)), expected)
 
 
 @pytest.mark.cuda_only

@@ -12,6 +12,7 @@
 #include "check.h"
 #include "fixtures.h"
 #include "shared/schedule/tile_work.h"
+#include "shared/sequence/key_list.h"
 #include "shared/sequence/paged_kv.h"
 
 using namespace host_tests;
@@ -401,4 +402,30 @@ TEST(a_key_that_is_nowhere_has_no_address) {
   CHECK_EQ(rows.row<short>(view, 0, 1, nullptr) - pool, std::ptrdiff_t{16 + 8});
   CHECK(rows.row<short>(view, 0, 2, nullptr) == nullptr);
   CHECK(rows.row<short>(view, 0, 4, nullptr) == nullptr);  // beyond the table
+}
+
+// Lists of keys
+
+TEST(a_list_is_that_of_a_query_and_a_head_and_hides_what_the_query_does_not_see) {
+  constexpr int min_int = -2'147'483'647 - 1, max_int = 2'147'483'647;
+  const int entries[4 * 10 * 2 * 3] = {};
+  ForwardParams params;
+  params.window = {.left = 20, .right = 0};
+  params.key_lists = {
+      .data = const_cast<int*>(entries), .batch_stride = 60, .row_stride = 6, .head_stride = 3};
+  Sequence sequence = sequence_of_shape(shape_of_4, 2);
+  sequence.row_q = 1;
+  sequence.seqlen_q = 9;
+  CHECK(KeyList::of(params, sequence, 4, 1).entries == nullptr);
+  params.keys_per_list = 3;
+  const KeyList list = KeyList::of(params, sequence, 4, 1);
+  CHECK_EQ(list.entries - entries, 2 * 60 + 5 * 6 + 3);
+  CHECK_EQ(list.count, 3);
+  CHECK_EQ(KeyList::of(params, sequence, 9, 1).count, 0);
+  // Query 4 stands at key 94.
+  for (const int entry : {min_int, -1, 0, 73, 74, 94, 95, 99, 100, max_int}) {
+    DeviceErrors errors{};
+    CHECK_EQ(list.key_of(entry, &errors), entry >= 74 && entry <= 94 ? entry : KeyList::none);
+    CHECK(errors == (entry < 100 ? DeviceErrors{} : error(DeviceCheck::key_lists, 2, entry, 99)));
+  }
 }

@@ -21,6 +21,8 @@ Conventions of the whole package:
     total_q). Sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of queries the first
     seqused_q[b], of keys those from leftpad_k[b] to seqused_k[b]. Its Sq and Sk are those counts,
     and i and j count from its first query and key. Other rows have out 0, lse -inf, gradient 0.
+  - With key_lists (B, Sq, Hk, n), packed (total_q, Hk, n), a query sees of those keys the ones that
+    its list names by their j, and one that stands there twice counts twice; others are not read.
   - With qv, of out's shape, scores = softmax_scale * (q k^T + qv v^T).
   - k and v of FP8 (e4m3) are their numbers times a scale: of a head, of a sequence's head, or of a
     token's head. q of FP8 likewise, by the key head that it reads.
@@ -37,6 +39,7 @@ from tests.reference.parts import (
     AttentionOptions,
     AttentionResult,
     WindowBounds,
+    bias_of_lists,
     visible_keys,
     with_qv,
 )
@@ -56,6 +59,7 @@ __all__ = [
     "WindowBounds",
     "attention",
     "attention_with_gradients",
+    "bias_of_lists",
     "dense_keys",
     "fp8_cache_reference",
     "keep_mask",

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.reference.dense import attention_with_gradients, low_precision
-from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult, with_qv
+from tests.reference.parts import (
+    PLAIN,
+    AttentionOptions,
+    AttentionResult,
+    bias_of_lists,
+    with_qv,
+)
 from tests.reference.varlen import dense_keys
 
 
@@ -69,6 +75,7 @@ def kvcache_reference(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     qv: Tensor | None = None,
+    key_lists: Tensor | None = None,
     options: AttentionOptions = PLAIN,
     **features: Any,
 ) -> KvCacheResult:
@@ -115,7 +122,13 @@ def kvcache_reference(
             result.v_cache[place] = new_v[step]
             result.appended[place] = True
 
-        part = options.of_sequence(sequence.index, len(queries), used + len(new_k) - begin)
+        seqlen_k = used + len(new_k) - begin
+        part = options.of_sequence(sequence.index, len(queries), seqlen_k)
+        if key_lists is not None:
+            lists = key_lists[sequence.queries].reshape(len(queries), *key_lists.shape[-2:])
+            bias = bias_of_lists(lists, seqlen_k, q.shape[-2] // lists.shape[1])
+            part = replace(part, bias=bias)
+            nowhere = (bias[0] == -torch.inf).flatten(0, 1).all(0)
         old = [dense_keys(x, sequence.entry, begin, used, block_table) for x in (k_cache, v_cache)]
         naive = [
             rotate(x, *tables, positions, rotary_interleaved)
@@ -127,6 +140,8 @@ def kvcache_reference(
         ):
             keys = torch.cat([old[0], new])[None]
             values = torch.cat([old[1], new_v])[None]
+            if key_lists is not None:
+                keys, values = (x.masked_fill(nowhere[:, None, None], 0.0) for x in (keys, values))
             dout = turned.new_zeros(1, *turned.shape[:-1], values.shape[-1])
             queries_of_values = None if qv is None else qv[sequence.queries].reshape(dout.shape)
             products = with_qv(turned[None], keys, values, queries_of_values)

@@ -64,6 +64,17 @@ def with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor,
     return torch.cat([q, qv.to(q.dtype)], -1), torch.cat([k, v.to(k.dtype)], -1)
 
 
+def bias_of_lists(lists: Tensor, seqlen_k: int, group: int) -> Tensor:
+    """What makes a key (1, Hk * group, Sq, Sk) count as often as it stands in its query's list, of
+    lists (Sq, Hk, n): added to a score, the logarithm of that number. Entries that are no key of
+    the sequence do not count.
+    """
+    times = torch.zeros((*lists.shape[:2], seqlen_k + 1), dtype=torch.float64, device=lists.device)
+    keys = torch.where((lists >= 0) & (lists < seqlen_k), lists, seqlen_k).long()
+    times.scatter_add_(-1, keys, torch.ones_like(keys, dtype=times.dtype))
+    return times[..., :seqlen_k].log().transpose(0, 1).repeat_interleave(group, 0)[None]
+
+
 def of_sequence(x: Tensor, index: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The part of x (B|1, Hq|1, Sq|1, Sk) that is of one sequence of these lengths: a view."""
     batch = slice(index, index + 1) if x.shape[0] > 1 else slice(0, 1)

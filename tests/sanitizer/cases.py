@@ -325,6 +325,9 @@ def latent_cases() -> Iterator[KvCacheCase]:
     append: dict[str, Any] = {"seqlens_q": 2, "seqlens_new": 2, "rotary_dim": 32}
     yield replace(base, num_heads_q=128, dtype=torch.float16, page_size=256, **append)
     yield replace(base, num_heads_q=8, cached=(200, 0, 37), page_size=1, leftpad=(10, 0, 37))
+    yield replace(base, num_heads_q=16, page_size=64, keys_per_list=700)
+    yield replace(base, num_heads_q=17, page_size=1, seqlens_q=(3, 0, 2), keys_per_list=90)
+    yield replace(base, num_heads_q=128, head_dim_v=200, seqlens_q=2, keys_per_list=100)
 
 
 def derivative_cases(device: str) -> Iterator[DerivativeCase]:

@@ -113,26 +113,33 @@ struct KeyRows {
 };
 
 #if defined(__CUDACC__)
-// Hides keys that no page holds, among the kKeys from key_begin on: for tiles whose loader met one,
-// which a right block table never lets happen. Called by whole warps; coords as in
+// Hides those of 32 keys from `first` on of which `present` has no bit. coords as in
 // shared/mask/mask.h.
+template <class Scores, class Coords>
+__device__ __forceinline__ void hide_absent_keys(unsigned present, Scores& scores,
+                                                 Coords const& coords, int first, float hidden) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int col = 0; col < size<1>(scores); ++col) {
+    const unsigned bit = get<1>(coords(0, col)) - first;
+    if (bit >= 32 || (present >> bit & 1) != 0) continue;
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) scores(row, col) = hidden;
+  }
+}
+
+// Hides keys that no page holds, among the kKeys from key_begin on: for tiles whose loader met one,
+// which a right block table never lets happen. Called by whole warps.
 template <int kKeys, class Scores, class Coords>
 __device__ __forceinline__ void hide_missing_keys(const KeyRows& rows, Scores& scores,
                                                   Coords const& coords, int key_begin, int seqlen_k,
                                                   float hidden) {
-  using namespace cute;
   const int lane = threadIdx.x % 32;
   CUTE_UNROLL
   for (int first = 0; first < kKeys; first += 32) {
     const int key = key_begin + first + lane;
     const unsigned present = __ballot_sync(0xffffffffu, key < seqlen_k && rows.has(key));
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      const unsigned bit = get<1>(coords(0, col)) - first;
-      if (bit >= 32 || (present >> bit & 1) != 0) continue;
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) scores(row, col) = hidden;
-    }
+    hide_absent_keys(present, scores, coords, first, hidden);
   }
 }
 #endif

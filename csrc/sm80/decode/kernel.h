@@ -9,6 +9,7 @@
 // LSE in fp32; the last of them combines them.
 //
 // Latent rows have S = Q K^T + QV V^T. A slice of V lies once in shared memory, for both products.
+// With lists of keys a tile has rows of one query, and slices and splits are of entries of its list.
 #pragma once
 
 #include "shared/kernel_order.h"
@@ -204,7 +205,12 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int last_query =
       min(packed_row<Traits>(args, work, block_m - 1).query, sequence.seqlen_q - 1);
   // A range of keys: those that some row of the tile sees, and the interior that every one does.
-  const BlockRange visible = block_range(band, first_query, last_query, sequence.seqlen_k, 1);
+  BlockRange visible = block_range(band, first_query, last_query, sequence.seqlen_k, 1);
+  KeyList list;  // rows are of one query where there is one
+  if constexpr (Traits::is_latent) {
+    list = KeyList::of(params, sequence, first_query, work.head);
+    if (list.entries != nullptr) visible = {.begin = 0, .end = list.count};
+  }
   const KeySpan span = split_span<Traits>(args, visible, item);
   if (span.empty() && split > 0) {
     write_unused_split<Traits>(args, work, split);
@@ -217,8 +223,8 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int own_slice =
       first_slice +
       (group + Traits::num_groups - first_slice % Traits::num_groups) % Traits::num_groups;
-  SliceLoader<Traits> loader(args, work, span, part, lane);
-  if (own_slice < slices) loader.look_up(span.origin + own_slice * slice);
+  SliceLoader<Traits> loader(args, work, span, list, part, lane);
+  if (own_slice < slices) loader.start(span.origin + own_slice * slice);
 
   typename Traits::Mma mma;
   auto cQ =
@@ -276,6 +282,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   int stage_to_fill = 0;
   int stage = 0;
   const int ahead = (stages - 1) * Traits::num_groups;
+  [[maybe_unused]] unsigned listed[stages];  // keys of the slices under way that lists name
 #pragma unroll 1
   for (int next = own_slice; next - ahead < slices; next += Traits::num_groups) {
     if (next < slices) {
@@ -286,6 +293,11 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     }
     stage_to_fill = stage_to_fill + 1 == stages ? 0 : stage_to_fill + 1;
     commit_loads();
+    if constexpr (Traits::is_latent) {
+      CUTE_UNROLL
+      for (int i = 1; i < stages; ++i) listed[i - 1] = listed[i];
+      listed[stages - 1] = loader.present_keys();
+    }
     const int current = next - ahead;
     if (current < own_slice) continue;
     cp_async_wait<stages - 1>();
@@ -314,10 +326,12 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 
     if (args.scales_scores)
       positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
-    if (key_begin < interior_begin || key_begin + slice > interior_end) {
+    const bool has_list = Traits::is_latent && list.entries != nullptr;
+    if (has_list) hide_absent_keys(listed[0], scores, tScS, 0, -INFINITY);
+    if (!has_list && (key_begin < interior_begin || key_begin + slice > interior_end)) {
       positions.hide(params.window, span, scores, tScS, key_begin);
     }
-    if (loader.misses_page()) {
+    if (!has_list && loader.misses_page()) {
       hide_missing_keys<slice>(loader.key_rows(), scores, tScS, key_begin, sequence.seqlen_k,
                                -INFINITY);
     }

@@ -2,6 +2,7 @@
 // 16 bytes a thread; element by element where rows are not aligned).
 #pragma once
 
+#include "shared/sequence/key_list.h"
 #include "shared/sequence/paged_kv.h"
 #include "sm80/decode/split.h"
 
@@ -13,10 +14,11 @@ class SliceLoader {
   using Cached = typename Traits::Cached;
   static constexpr int slice = Traits::slice;
 
-  // For the keys of `span`, whose other ones become zeros in a slice, unread. part: which of a
-  // group's warps loads its columns.
+  // For the keys of `span`, whose other ones become zeros in a slice, unread. With a list the span
+  // is of its entries, and places in it stand for keys below. part: which of a group's warps loads
+  // its columns.
   CUTE_DEVICE SliceLoader(DecodeArguments const& args, TileWork const& work, KeySpan const& span,
-                          int part, int lane)
+                          KeyList const& list, int part, int lane)
       : params(args.params),
         rows(KeyRows::of(args.params.paged, work.sequence)),
         span(span),
@@ -29,21 +31,21 @@ class SliceLoader {
         k_begin(row_pointer<const Cached>(params.k, 0, head, lane_row) + k_column + lane_column),
         v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + v_column + lane_column),
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
-        has_consecutive_rows(has_vector_rows && are_consecutive(rows, span.origin)) {}
+        has_consecutive_rows(has_vector_rows && are_consecutive(rows, span.origin) &&
+                             !(Traits::is_latent && list.entries != nullptr)),
+        list(list) {}
 
-  CUTE_DEVICE void look_up(int key_begin) {
-    next = {};
-    if (has_consecutive_rows) {
-      if (key_begin < span.end) next = rows.look_up(key_begin);
-    } else {
-      if (has_key(key_begin)) next = rows.look_up(key_begin + lane);
-    }
+  // Asks for the places of the first slice, from key_begin on.
+  CUTE_DEVICE void start(int key_begin) {
+    if constexpr (Traits::is_latent) read_entry(key_begin);
+    look_up(key_begin);
   }
 
-  // The slice from key_begin on, which look_up was called for, into `stage`: K, then V. Asks for
+  // The slice from key_begin on, whose places were asked for, into `stage`: K, then V. Asks for
   // the places of the slice from key_after on. scales: of tokens, of K and then of V.
   CUTE_DEVICE void load(int key_begin, int key_after, Cached* stage, float* scales) {
     const KeyPlace place = next;
+    [[maybe_unused]] const bool was_listed = is_listed;
     look_up(key_after);
     if (has_consecutive_rows) {
       const KeyPlace first = rows.checked(place, params.errors);
@@ -54,10 +56,12 @@ class SliceLoader {
         copy_scales(exists ? KeyPlace{first.batch, first.row + lane} : KeyPlace{}, scales);
       }
     } else {
-      copy_scattered(stage, place, key_begin, scales);
+      copy_scattered(stage, place, has_list() ? was_listed : has_key(key_begin), scales);
     }
   }
 
+  // Of the slice that was loaded last, where there is a list: its keys that are there.
+  CUTE_DEVICE unsigned present_keys() const { return present; }
   // Whether some key of this warp lies in no page; the same in all lanes.
   CUTE_DEVICE bool misses_page() const { return misses; }
   CUTE_DEVICE KeyRows const& key_rows() const { return rows; }
@@ -70,6 +74,31 @@ class SliceLoader {
   static constexpr int chunks_per_row = atom_columns / chunk;
   static constexpr int rows_per_pass = 32 / chunks_per_row;
   static constexpr int atom_rows = 8;
+
+  CUTE_DEVICE bool has_list() const { return Traits::is_latent && list.entries != nullptr; }
+
+  CUTE_DEVICE void read_entry(int key_begin) {
+    entry = has_list() && has_key(key_begin) ? list.entries[key_begin + lane] : KeyList::none;
+  }
+
+  // Entries are read a slice ahead of the places that they name.
+  CUTE_DEVICE void look_up(int key_begin) {
+    next = {};
+    if constexpr (Traits::is_latent) {
+      if (has_list()) {
+        const int key = list.key_of(entry, params.errors);
+        is_listed = key != KeyList::none;
+        if (is_listed) next = rows.look_up(key);
+        read_entry(key_begin + Traits::step);
+        return;
+      }
+    }
+    if (has_consecutive_rows) {
+      if (key_begin < span.end) next = rows.look_up(key_begin);
+    } else {
+      if (has_key(key_begin)) next = rows.look_up(key_begin + lane);
+    }
+  }
 
   // The scale of this lane's key, and of its values; 0 where none is.
   CUTE_DEVICE void copy_scales(KeyPlace const& place, float* scales) const {
@@ -148,12 +177,12 @@ class SliceLoader {
   }
 
   // place: of this lane's key.
-  CUTE_DEVICE void copy_scattered(Cached* stage, KeyPlace place, int key_begin, float* scales) {
+  CUTE_DEVICE void copy_scattered(Cached* stage, KeyPlace place, bool is_wanted, float* scales) {
     constexpr std::int64_t none = -1;
     std::int64_t k_offset = none;
     std::int64_t v_offset = none;
     bool is_missing = false;
-    if (has_key(key_begin)) {
+    if (is_wanted) {
       place = rows.checked(place, params.errors);
       is_missing = !place.exists();
       if (!is_missing) {
@@ -162,6 +191,7 @@ class SliceLoader {
       }
     }
     misses = misses || __any_sync(0xffffffffu, is_missing);
+    if constexpr (Traits::is_latent) present = __ballot_sync(0xffffffffu, k_offset != none);
     if constexpr (Traits::is_e4m3) {
       copy_vectors(stage, k_offset, v_offset);
       copy_scales(k_offset == none ? KeyPlace{} : place, scales);
@@ -238,7 +268,11 @@ class SliceLoader {
   const Cached* const v_begin;
   const bool has_vector_rows;
   const bool has_consecutive_rows;  // and vectors
-  KeyPlace next{};                  // of this lane's key of the slice to come, or of its first one
+  const KeyList list;
+  int entry = KeyList::none;  // this lane's of the slice after that to come
+  bool is_listed = false;     // whether the list names a key for `next`
+  unsigned present = 0;
+  KeyPlace next{};  // of this lane's key of the slice to come, or of its first one
   bool misses = false;
 };
 

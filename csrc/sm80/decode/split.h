@@ -49,8 +49,8 @@ struct DecodeItem {
   int splits;  // of this tile
 };
 
-// Keys [begin, end), in slices that count from `origin`: group g of the warps takes g,
-// g + num_groups, ..
+// Keys [begin, end), or entries of a list, in slices that count from `origin`: group g of the warps
+// takes g, g + num_groups, ..
 struct KeySpan {
   int origin;
   int begin;
@@ -233,12 +233,13 @@ CUTE_DEVICE bool find_item(DecodeArguments const& args, int index, ItemPlace con
   return find_work(place.coord, args.table, args.params, item.work);
 }
 
-// The keys of `visible` that a split takes.
+// The keys of `visible` that a split takes, or entries of a list.
 template <class Traits>
 CUTE_DEVICE KeySpan split_span(DecodeArguments const& args, BlockRange const& visible,
                                DecodeItem const& item) {
   // A slice from `begin` on lies in one page, if pages hold whole slices.
   std::int64_t begin = visible.begin - (item.work.sequence.row_k + visible.begin) % Traits::slice;
+  if (Traits::is_latent && args.params.keys_per_list > 0) begin = visible.begin;
   std::int64_t keys = args.keys_per_split;
   if (keys > 0) {
     begin = 0;  // whatever is visible, so that windows change no bits of what both sides see
