@@ -2,7 +2,13 @@
 
 import sys
 
-from .integrations import flash_attention_3, flash_attention_4, flash_mla, ring_flash_attn
+from .integrations import (
+    flash_attention_3,
+    flash_attention_4,
+    flash_mla,
+    flashinfer_mla,
+    ring_flash_attn,
+)
 
-for _module in (flash_attention_3, flash_attention_4, flash_mla, ring_flash_attn):
+for _module in (flash_attention_3, flash_attention_4, flash_mla, flashinfer_mla, ring_flash_attn):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -1,19 +1,20 @@
 """FlashMLA's module flash_mla: its names, parameters, order, defaults, results.
 
 The signatures are those of flash_mla/flash_mla_interface.py in deepseek-ai/FlashMLA (commit
-02fe0d0). Its attention of chosen keys, and caches of FP8, are a NotImplementedError that names the
-argument.
+02fe0d0). Chosen keys are of 16 bits here, and indices beyond the rows that there are count as -1;
+caches of FP8 are a NotImplementedError that names the argument.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..call.tensors import check_tensor
+from ..call.tensors import check_shapes, check_tensor
 from ..functions.kvcache import flash_attn_with_kvcache
 from .names import refused_names
 from .sequences import REFUSALS, refuse_given, renamed
@@ -38,7 +39,8 @@ __getattr__ = refused_names(
     },
 )
 
-_CHOSEN = "keys chosen by indices are not implemented"
+_NOT_ROTARY = 8  # columns of zeros for queries without rotary ones
+_OURS = {"v_cache": "k_cache", "qv": "q", "key_lists": "indices"}
 
 
 @dataclass
@@ -81,12 +83,17 @@ def flash_mla_with_kvcache(
         q: (batch, seqlen_q, heads_q, head_dim), of fp16 or bf16.
         k_cache: (num_pages, page_size, heads_k, head_dim), of q's dtype and any page_size, with any
             strides but that of its columns.
-        block_table: (batch, max_pages), int32.
-        cache_seqlens: (batch,), int32.
+        block_table: (batch, max_pages), int32; not read with indices.
+        cache_seqlens: (batch,), int32; not read with indices.
         head_dim_v: up to head_dim: columns that are values.
         tile_scheduler_metadata, num_splits: not read.
         softmax_scale: None for head_dim ** -0.5, as there. A model's is that of the head dim that
             it has without absorption.
+        indices: (batch, seqlen_q, topk), int32: the keys that a query sees: index i is row i %
+            page_size of page i // page_size, whoever's it is; -1 is none.
+        attn_sink: (heads_q,), fp32, with indices: out is multiplied by exp(lse) / (exp(lse) +
+            exp(attn_sink)). softmax_lse does not have it.
+        topk_length: (batch,), with indices: how many of a sequence's lists count.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v), softmax_lse (batch, heads_q, seqlen_q) in fp32,
@@ -94,48 +101,51 @@ def flash_mla_with_kvcache(
 
     Raises:
         As flash_attn_cuda.flash_attn_with_kvcache. ValueError: head_dim_v is not from 1 to
-        head_dim. NotImplementedError: is_fp8_kvcache; indices, attn_sink and what follows them,
-        which there are of chosen keys alone.
+        head_dim; there are indices, and causal. NotImplementedError: is_fp8_kvcache,
+        extra_k_cache, extra_indices_in_kvcache or extra_topk_length; attn_sink or topk_length
+        without indices.
     """
     if is_fp8_kvcache:
         raise NotImplementedError(
             "is_fp8_kvcache: must be False, as caches of FP8 are not implemented, got True"
         )
     refuse_given(
-        _CHOSEN,
-        indices=indices,
-        attn_sink=attn_sink,
+        "keys are chosen from one cache",
         extra_k_cache=extra_k_cache,
         extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
         extra_topk_length=extra_topk_length,
     )
-    given = {"q": q, "k_cache": k_cache, "block_table": block_table}
-    for name, tensor in (given | {"cache_seqlens": cache_seqlens}).items():
+    given: dict[str, Any] = {"q": q, "k_cache": k_cache}
+    if indices is None:
+        refuse_given("there are no indices", attn_sink=attn_sink, topk_length=topk_length)
+        given |= {"block_table": block_table, "cache_seqlens": cache_seqlens}
+    for name, tensor in given.items():
         check_tensor(name, tensor)
     head_dim = q.shape[-1]
-    if not 1 <= head_dim_v <= head_dim:
-        raise ValueError(
-            f"head_dim_v: must be from 1 to {head_dim}, q's head_dim, got {head_dim_v}"
-        )
+    _check_value_dim("head_dim_v", head_dim_v, q)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    if indices is not None:
+        if causal:
+            raise ValueError("causal: must be False with indices, got True")
+        return _over_pages(q, k_cache, head_dim_v, scale, indices, attn_sink, topk_length)
     # Where nothing is rotary, a value is its key.
     has_rotary = head_dim_v < head_dim
     queries, keys = (x[..., head_dim_v if has_rotary else 0 :] for x in (q, k_cache))
     try:
-        out, softmax_lse = flash_attn_with_kvcache(
+        out, lse = flash_attn_with_kvcache(
             queries,
             keys,
             k_cache[..., :head_dim_v],
             qv=q[..., :head_dim_v] if has_rotary else None,
             cache_seqlens=cache_seqlens,
             block_table=block_table,
-            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            softmax_scale=scale,
             causal=causal,
             return_softmax_lse=True,
         )
     except REFUSALS as error:
-        raise renamed(error, {"v_cache": "k_cache", "qv": "q"}) from error
-    return out, softmax_lse.masked_fill(softmax_lse == -math.inf, math.inf)
+        raise renamed(error, _OURS) from error
+    return out, _of_flash_mla(lse)
 
 
 def flash_mla_sparse_fwd(
@@ -147,8 +157,143 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
     indexer_topk: int = 0,
-) -> NoReturn:
-    """Attention of q (seqlen_q, heads_q, head_dim) over the rows of kv that indices (seqlen_q,
-    heads_k, topk) name: NotImplementedError.
+) -> tuple[Tensor, None, Tensor]:
+    """Attention of every query over the rows of kv that its list names.
+
+    Args:
+        q: (seqlen_q, heads_q, head_dim), of fp16 or bf16.
+        kv: (seqlen_kv, heads_k, head_dim), whose first d_v columns are values as well.
+        indices: (seqlen_q, heads_k, topk), int32. What is no row of kv is none.
+        sm_scale: of the scores.
+        d_v: up to head_dim.
+        attn_sink: (heads_q,), fp32: as in flash_mla_with_kvcache.
+        topk_length: (seqlen_q,): how many of a query's list count.
+        indexer_topk: 0.
+
+    Returns:
+        out (seqlen_q, heads_q, d_v), None, lse (seqlen_q, heads_q) in fp32, +inf of a query that
+        sees no key. In FlashMLA the second is the largest score of each row, which no kernel here
+        has.
+
+    Raises:
+        As flash_attn_cuda.flash_attn_with_kvcache. ValueError: d_v is not from 1 to head_dim.
+        NotImplementedError: indexer_topk is not 0.
     """
-    raise NotImplementedError(f"indices: {_CHOSEN}")
+    if indexer_topk != 0:
+        raise NotImplementedError(
+            f"indexer_topk: must be 0, as there is one log-sum-exp, got {indexer_topk}"
+        )
+    _check_dims(3, q=q, kv=kv, indices=indices)
+    _check_value_dim("d_v", d_v, q)
+    lists = _lists(indices, kv.shape[0], topk_length, q.shape[0])
+    try:
+        out, lse = _over_lists(q, kv[None], None, lists, d_v, sm_scale)
+    except REFUSALS as error:
+        names = {"k_cache": "kv", "v_cache": "kv", "softmax_scale": "sm_scale"}
+        raise renamed(error, _OURS | names) from error
+    lse = lse.transpose(0, 1)
+    return _with_sink(out, lse, attn_sink), None, _of_flash_mla(lse)
+
+
+def _over_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    head_dim_v: int,
+    scale: float,
+    indices: Tensor,
+    attn_sink: Any,
+    topk_length: Any,
+) -> tuple[Tensor, Tensor]:
+    """flash_mla_with_kvcache with indices: its queries as those of one sequence, the pool."""
+    _check_dims(4, q=q, k_cache=k_cache)
+    check_tensor("indices", indices)
+    shape = q.shape[:2]
+    check_shapes("indices", indices, [(*shape, indices.shape[-1])])
+    pool, table = _as_one_sequence(k_cache)
+    lists = _lists(indices, k_cache.shape[0] * k_cache.shape[1], topk_length, shape[0])
+    lists = lists[:, :, None].flatten(0, 1)
+    try:
+        out, lse = _over_lists(q.flatten(0, 1), pool, table, lists, head_dim_v, scale)
+    except REFUSALS as error:
+        raise renamed(error, _OURS) from error
+    out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
+    return _with_sink(out, lse.transpose(1, 2), attn_sink), _of_flash_mla(lse)
+
+
+def _check_dims(dims: int, **tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if tensor.dim() != dims:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name}: must have {dims} dimensions, got shape {shape}")
+
+
+def _check_value_dim(name: str, value: int, q: Tensor) -> None:
+    if not 1 <= value <= q.shape[-1]:
+        raise ValueError(f"{name}: must be from 1 to {q.shape[-1]}, q's head_dim, got {value}")
+
+
+def _lists(indices: Tensor, rows: int, topk_length: Any, count: int) -> Tensor:
+    """Indices (count, ., topk) as lists of one sequence of so many rows; topk_length (count,): how
+    many of them there are.
+    """
+    is_none = indices >= rows
+    if topk_length is not None:
+        check_tensor("topk_length", topk_length)
+        check_shapes("topk_length", topk_length, [(count,)])
+        place = torch.arange(indices.shape[-1], device=indices.device)
+        is_none = is_none | (place >= topk_length[:, None, None])
+    return indices.masked_fill(is_none, -1)
+
+
+def _as_one_sequence(pages: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(num_pages, page_size, ...) as one cache entry of all rows, or what lists its pages."""
+    count, size = pages.shape[:2]
+    if count <= 1 or size <= 1 or pages.stride(0) == size * pages.stride(1):
+        return pages.flatten(0, 1)[None], None
+    return pages, torch.arange(count, dtype=torch.int32, device=pages.device)[None]
+
+
+def _over_lists(
+    q: Tensor,
+    keys: Tensor,
+    block_table: Tensor | None,
+    lists: Tensor,
+    head_dim_v: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse (heads_q, queries)) of queries (queries, heads_q, head_dim) of one
+    sequence, each with its lists (queries, heads_k, n).
+    """
+    if head_dim_v < q.shape[-1]:
+        rotary, of_keys = (x[..., head_dim_v:] for x in (q, keys))
+    else:  # the product of nothing, which takes a few columns
+        rotary = q.new_zeros((*q.shape[:-1], min(_NOT_ROTARY, head_dim_v)))
+        of_keys = keys[..., : rotary.shape[-1]]
+    out, lse = flash_attn_with_kvcache(
+        rotary[None],
+        of_keys,
+        keys[..., :head_dim_v],
+        qv=q[None, ..., :head_dim_v],
+        block_table=block_table,
+        softmax_scale=softmax_scale,
+        return_softmax_lse=True,
+        key_lists=lists[None],
+    )
+    return out[0], lse[0]
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Any) -> Tensor:
+    """out (..., heads, head_dim_v) where a sink takes its share of the softmax; lse (..., heads)
+    is without it.
+    """
+    if sink is None:
+        return out
+    check_tensor("attn_sink", sink)
+    check_shapes("attn_sink", sink, [(out.shape[-2],)])
+    share = torch.sigmoid(lse - sink)
+    return out.mul_(share.masked_fill(lse == -math.inf, 0.0)[..., None])
+
+
+def _of_flash_mla(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -math.inf, math.inf)

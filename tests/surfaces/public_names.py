@@ -321,6 +321,29 @@ FLASH_MLA_INTERFACE = Module(
 )
 FLASH_MLA = replace(FLASH_MLA_INTERFACE, name="flash_mla")
 
+# -- FlashInfer ------------------------------------------------------------------------------------
+
+FLASHINFER_MLA = Module(
+    "flash_attn_cuda.integrations.flashinfer_mla",
+    "flashinfer-ai/flashinfer 00e3d68, flashinfer/mla.py",
+    {
+        "BatchMLAPagedAttentionWrapper": (
+            "float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, "
+            "kv_indices=None, kv_len_arr=None, backend='auto'"
+        ),
+    },
+)
+FLASHINFER_MLA_METHODS = {
+    "plan": (
+        "self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, "
+        "head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler=False"
+    ),
+    "run": (
+        "self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, "
+        "profiler_buffer=None, kv_len=None, page_table=None, return_lse_base_on_e=False"
+    ),
+}
+
 # -- ring_flash_attn -------------------------------------------------------------------------------
 
 RING = "ring_flash_attn 0.1.8"
@@ -392,6 +415,7 @@ MODULES = (
     VLLM,
     FLASH_MLA,
     FLASH_MLA_INTERFACE,
+    FLASHINFER_MLA,
     RING_FLASH_ATTENTION,
     RING_ADAPTERS,
     RING_HF_ADAPTER,

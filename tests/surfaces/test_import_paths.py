@@ -23,6 +23,7 @@ MODULES = {
     "surfaces.flash_attention_3": "_flash_attn_forward flash_attn_func flash_attn_with_kvcache",
     "surfaces.flash_attention_4": "flash_attn_func flash_attn_varlen_func",
     "surfaces.flash_mla": "flash_mla_with_kvcache get_mla_metadata",
+    "surfaces.flashinfer_mla": "BatchMLAPagedAttentionWrapper",
     "surfaces.ring_flash_attn": "ring_flash_attn_func llama3_flash_attn_prepare_cu_seqlens",
 }
 OF_TRANSFORMERS = {

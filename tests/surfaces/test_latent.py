@@ -1,4 +1,4 @@
-"""Latent attention by the names of FlashAttention-3, vLLM and FlashMLA."""
+"""Latent attention by the names of FlashAttention-3, vLLM, FlashMLA and FlashInfer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn_cuda.integrations import flash_attention_3 as fa3
 from flash_attn_cuda.integrations import flash_mla, vllm
+from flash_attn_cuda.integrations.flashinfer_mla import BatchMLAPagedAttentionWrapper
 from tests.cases.latent import split
 
 ROPE, LATENT = 16, 32
@@ -93,14 +94,103 @@ def test_flash_mla(options: dict[str, Any]) -> None:
     assert torch.equal(found[0], lse[0])
 
 
-@pytest.mark.parametrize(
-    "name", ["indices", "attn_sink", "extra_k_cache", "topk_length", "is_fp8_kvcache"]
-)
+@pytest.mark.parametrize("name", ["attn_sink", "extra_k_cache", "topk_length", "is_fp8_kvcache"])
 def test_what_flash_mla_refuses(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}: must be"):
         mla(**{name: USED if name != "is_fp8_kvcache" else True})
-    with pytest.raises(NotImplementedError, match=r"^indices: "):
-        flash_mla.flash_mla_sparse_fwd(USED, USED, USED, 1.0)
+    with pytest.raises(NotImplementedError, match=r"^indexer_topk: must be 0, .*, got 512"):
+        flash_mla.flash_mla_sparse_fwd(USED, USED, USED, 1.0, indexer_topk=512)
+
+
+def chosen(
+    q: Tensor, rows: Tensor, indices: Tensor, head_dim_v: int, scale: float, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What FlashMLA says of its results: q (S, H, D), rows (N, D), indices (S, topk) -> out, lse,
+    which does not have the sink.
+    """
+    is_there = (indices >= 0) & (indices < len(rows))
+    keys = rows[indices.where(is_there, 0).long()].double()
+    scores = torch.einsum("shd,skd->shk", q.double(), keys) * scale
+    scores = scores.masked_fill(~is_there[:, None], -math.inf)
+    lse = scores.logsumexp(-1)
+    all_lse = lse if sink is None else torch.logaddexp(lse, sink.double())
+    weights = (scores - all_lse[..., None]).exp().nan_to_num(0.0)
+    out = weights @ keys[..., :head_dim_v]
+    return out, lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def check_chosen(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+SINK = torch.tensor([-math.inf, 3.0, math.inf, 0.0])
+
+
+@pytest.mark.parametrize("head_dim_v", [LATENT, LATENT + ROPE])
+@pytest.mark.parametrize("sink", [None, SINK])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 7])])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_chosen_keys_of_flash_mla(
+    is_strided: bool, lengths: Tensor | None, sink: Tensor | None, head_dim_v: int
+) -> None:
+    """By their places in the pages, which no sequence owns."""
+    torch.manual_seed(1)
+    q, wide = normal(2, 3, 4, LATENT + ROPE), normal(5, 6, 1, LATENT + ROPE)
+    pages = wide[:, :4] if is_strided else wide.flatten(0, 1)[:20].view(5, 4, 1, -1)
+    indices = torch.randint(-3, 20, (2, 3, 9), dtype=torch.int32)
+    indices[1, 2] = -1
+    found = flash_mla.flash_mla_with_kvcache(
+        *(q, pages, None, None, head_dim_v, flash_mla.get_mla_metadata()[0]),
+        indices=indices, attn_sink=sink, topk_length=lengths,
+    )  # fmt: skip
+    if lengths is not None:
+        indices = indices.masked_fill(torch.arange(9) >= lengths[:, None, None], -1)
+    given = (q.flatten(0, 1), pages.flatten(0, 2), indices.flatten(0, 1))
+    out, lse = chosen(*given, head_dim_v, (LATENT + ROPE) ** -0.5, sink)
+    check_chosen(found, (out.view(2, 3, 4, -1), lse.view(2, 3, 4).transpose(1, 2)))
+
+
+@pytest.mark.parametrize("sink", [None, SINK])
+@pytest.mark.parametrize("lengths", [None, torch.arange(6)])
+def test_sparse_prefill_of_flash_mla(lengths: Tensor | None, sink: Tensor | None) -> None:
+    torch.manual_seed(2)
+    q, kv = normal(6, 4, LATENT + ROPE), normal(11, 1, LATENT + ROPE)
+    indices = torch.randint(-2, 14, (6, 1, 7), dtype=torch.int32)
+    indices[3] = 11  # beyond kv, as FlashMLA may have it
+    out, largest, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.3, LATENT, sink, lengths)
+    if lengths is not None:
+        indices = indices.masked_fill(torch.arange(7) >= lengths[:, None, None], -1)
+    assert largest is None and out.dtype == torch.bfloat16
+    check_chosen((out, lse), chosen(q, kv[:, 0], indices[:, 0], LATENT, 0.3, sink))
+
+
+def test_errors_of_chosen_keys_have_flash_mla_s_names() -> None:
+    q, kv = normal(6, 4, LATENT + ROPE), normal(11, 1, LATENT + ROPE)
+    indices = torch.zeros(6, 1, 7, dtype=torch.int32)
+
+    def sparse(**changes: Any) -> Any:
+        given = {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.3, "d_v": LATENT}
+        return flash_mla.flash_mla_sparse_fwd(**given | changes)
+
+    def decode(**changes: Any) -> Any:
+        return mla(**{"indices": torch.zeros(2, 3, 7, dtype=torch.int32)} | changes)
+
+    for run, changes, kind, words in (
+        (sparse, {"indices": indices.long()}, TypeError, r"indices: dtype must be torch\.int32"),
+        (sparse, {"indices": indices[:3]}, ValueError, r"indices: must have a list for every"),
+        (sparse, {"indices": indices[0]}, ValueError, r"indices: must have 3 dimensions, got"),
+        (sparse, {"kv": kv[..., :8]}, ValueError, r"kv: last dimension"),
+        (sparse, {"d_v": 0}, ValueError, r"d_v: must be from 1 to 48, q's head_dim, got 0"),
+        (sparse, {"sm_scale": None}, ValueError, r"sm_scale: must be given"),
+        (sparse, {"attn_sink": SINK[:2]}, ValueError, r"attn_sink: must have shape \(4,\), got"),
+        (sparse, {"topk_length": USED}, ValueError, r"topk_length: must have shape \(6,\), got"),
+        (decode, {"causal": True}, ValueError, r"causal: must be False with indices, got True"),
+        (decode, {"indices": indices}, ValueError, r"indices: must have shape \(2, 3, 7\), got"),
+        (decode, {"extra_k_cache": q}, NotImplementedError, r"extra_k_cache: must be None, as"),
+    ):
+        with pytest.raises(kind, match=f"^{words}"):
+            run(**changes)
 
 
 def test_head_dims_of_flash_mla() -> None:
@@ -113,3 +203,72 @@ def test_head_dims_of_flash_mla() -> None:
     assert torch.equal(out, flash_attn_with_kvcache(q, pages, pages, **given))
     with pytest.raises(ValueError, match=r"^k_cache: last dimension"):
         flash_mla.flash_mla_with_kvcache(q, pages[..., :40], TABLE, USED, 32, None)
+
+
+# -- FlashInfer ------------------------------------------------------------------------------------
+
+PAGE = 4
+QO, KV_LENS = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([7, 3, 9])
+KV, KV_INDICES = torch.tensor([0, 2, 3, 6]), torch.tensor([5, 1, 6, 0, 2, 4])
+
+
+def planned(rope: int = ROPE, causal: bool = True, **options: Any) -> Any:
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), **options)
+    dtype = torch.bfloat16
+    wrapper.plan(QO, KV, KV_INDICES, KV_LENS, 4, LATENT, rope, PAGE, causal, 0.3, dtype, dtype)
+    return wrapper
+
+
+@pytest.mark.parametrize("rope", [ROPE, 0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flashinfer(causal: bool, rope: int) -> None:
+    q, qv = (normal(5, 4, n) for n in (rope, LATENT))
+    kpe, ckv = (normal(7, PAGE, n) for n in (rope, LATENT))
+    wrapper, given = planned(rope, causal), (qv, q, ckv, kpe)
+    table = torch.tensor([[5, 1, 0], [6, 0, 0], [0, 2, 4]], dtype=torch.int32)
+    # Without rotary columns a value is its key.
+    products = (q, kpe, qv) if rope > 0 else (qv, ckv, None)
+    expected, lse = flash_attn_with_kvcache(
+        products[0], products[1][:, :, None], ckv[:, :, None], qv=products[2],
+        cache_seqlens=KV_LENS.int(), block_table=table, cu_seqlens_q=QO, causal=causal,
+        return_softmax_lse=True, softmax_scale=0.3,
+    )  # fmt: skip
+    assert torch.equal(wrapper.run(*given), expected)
+    out, found = torch.empty_like(expected), torch.empty(5, 4)
+    results = wrapper.run(*given, out, found, True)
+    assert results[0] is out and results[1] is found and torch.equal(out, expected)
+    torch.testing.assert_close(found, lse.T * math.log2(math.e))
+    _, natural = wrapper.run(*given, return_lse=True, return_lse_base_on_e=True)
+    assert torch.equal(natural, lse.T)
+
+
+def test_a_plan_of_flashinfer_for_graphs() -> None:
+    """Stays where it is, with as many pages a sequence as the buffer has for each."""
+    buffers = {"qo_indptr": torch.empty(4), "kv_indices": torch.empty(9)}
+    wrapper = planned(use_cuda_graph=True, **buffers)
+    before = {name: x.data_ptr() for name, x in wrapper._lengths.items()}
+    given = (normal(5, 4, LATENT), normal(5, 4, ROPE), normal(7, PAGE, LATENT))
+    given += (normal(7, PAGE, ROPE),)
+    assert torch.equal(wrapper.run(*given), planned().run(*given))
+    rest = (4, LATENT, ROPE, PAGE, True, 0.3, torch.bfloat16, torch.bfloat16)
+    wrapper.plan(QO, KV, KV_INDICES.flip(0), KV_LENS, *rest)
+    assert {name: x.data_ptr() for name, x in wrapper._lengths.items()} == before
+    with pytest.raises(ValueError, match=r"^kv_indptr: must have at most 3 pages a .*, got 4"):
+        wrapper.plan(QO, torch.tensor([0, 4, 5, 6]), KV_INDICES, KV_LENS, *rest)
+    with pytest.raises(ValueError, match=r"^qo_indptr: must have as many sequences in every plan"):
+        wrapper.plan(QO[:3], KV[:3], KV_INDICES, KV_LENS[:2], *rest)
+
+
+def test_what_flashinfer_has_beside_it() -> None:
+    given = (normal(5, 4, LATENT), normal(5, 4, ROPE), normal(7, PAGE, LATENT))
+    given += (normal(7, PAGE, ROPE),)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
+    with pytest.raises(RuntimeError, match=r"^plan: must be called before run"):
+        wrapper.run(*given)
+    for name in ("profiler_buffer", "kv_len", "page_table"):
+        with pytest.raises(NotImplementedError, match=rf"^{name}: must be None"):
+            planned().run(*given, **{name: KV_LENS})
+    with pytest.raises(NotImplementedError, match=r"^backend: must not be cutlass"):
+        planned(backend="cutlass")
+    with pytest.raises(ValueError, match=r"^q_nope: must have the shape of q_pe but for"):
+        planned().run(given[0][:, :2], *given[1:])

@@ -49,6 +49,13 @@ def test_served(module: Module) -> None:
         assert all(default is not inspect.Parameter.empty for _, _, default in own), name
 
 
+@pytest.mark.parametrize(("name", "signature"), public_names.FLASHINFER_MLA_METHODS.items())
+def test_methods_of_flashinfer(name: str, signature: str) -> None:
+    ours = imported(public_names.FLASHINFER_MLA).BatchMLAPagedAttentionWrapper
+    theirs = eval(f"lambda {signature}: None")
+    assert parameters_of(getattr(ours, name)) == parameters_of(theirs)
+
+
 @over_modules
 def test_refused(module: Module) -> None:
     """Not there for hasattr and for an import that is tried; who takes it is told."""
@@ -72,6 +79,7 @@ def test_every_module_is_listed() -> None:
     """Of those that resolve: a new one comes with its names."""
     listed = {module.name for module in MODULES}
     packages = {"flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton"}  # of modules alone
-    assert {*compat._PROVIDED, *compat._SURFACES} == (listed - {public_names.VLLM.name} | packages)
+    elsewhere = {public_names.VLLM.name, public_names.FLASHINFER_MLA.name}
+    assert {*compat._PROVIDED, *compat._SURFACES} == (listed - elsewhere | packages)
     for name in packages:
         assert compat._PROVIDED[name] == {}

@@ -9,7 +9,8 @@
 // LSE in fp32; the last of them combines them.
 //
 // Latent rows have S = Q K^T + QV V^T. A slice of V lies once in shared memory, for both products.
-// With lists of keys a tile has rows of one query, and slices and splits are of entries of its list.
+// With lists of keys a tile has rows of one query, and slices and splits are of entries of its
+// list.
 #pragma once
 
 #include "shared/kernel_order.h"
