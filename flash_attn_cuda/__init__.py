@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 from . import masks
 from .call.fp8 import quantize_kv
+from .call.latent import LatentFormat, latent_views, quantize_latent
 from .functions.interface import (
     check_device_errors,
     flash_attn_combine,
@@ -25,6 +26,7 @@ from .operators.dtensor_import import register_when_imported as _register_when_i
 
 __all__ = [
     "BlockSparsity",
+    "LatentFormat",
     "check_device_errors",
     "compiled_rows",
     "cuda_unavailable_reason",
@@ -36,8 +38,10 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "latent_views",
     "masks",
     "quantize_kv",
+    "quantize_latent",
 ]
 
 _sdpa.register()  # torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")

@@ -55,12 +55,9 @@ def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
         new = 0 if call.k_new is None else call.k_new[_part(index, bounds_new)].shape[1]
         keys = _keys(call, index, 0 if leftpad is None else leftpad[index], used + new)
         q = _rotated(q, call, used, runs=call.is_windowed())
-        k, v = call.k, call.v
         if call.is_fp8():
             q = _times_scale(q, call, index)
-            k, v = (_dequantized(call, name, index, keys) for name in "kv")
-        else:
-            k, v = k[keys], v[keys]
+        k, v = (_rows(call, name, index, keys) for name in "kv")
         if call.qv is not None:  # one product of both
             q, k = torch.cat([q, call.qv[queries]], -1), torch.cat([k, v], -1)
         alone = _alone(call, index, q, k, v)
@@ -108,33 +105,40 @@ def append(call: AttentionCall) -> None:
         new = _part(index, bounds)
         k = _rotated(call.k_new[new], call, used, runs=True)
         keys = _keys(call, index, used, used + k.shape[1])
-        if call.is_fp8():
-            _store_e4m3(call, "k", k, index, keys)
-            _store_e4m3(call, "v", call.v_new[new], index, keys)
-        else:
-            call.k[keys], call.v[keys] = k, call.v_new[new]
+        for name, x in (("k", k), ("v", call.v_new[new])):
+            if getattr(call, name).dtype == E4M3:
+                _store_e4m3(call, name, x, index, keys)
+            else:
+                getattr(call, name)[keys] = x
 
 
 def _scales(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
     """The scales of rows of k or v of e4m3, broadcastable to (1, S, Hk, D)."""
     scales = getattr(call, f"{name}_descale")
+    if scales.dim() == 4:  # of groups of columns
+        of_groups: Tensor = scales[keys]
+        return of_groups.repeat_interleave(call.head_dim_v() // of_groups.shape[-1], -1)
     if scales.dim() == 3:
         return scales[keys][..., None]
     return (scales if scales.dim() == 1 else scales[index])[:, None]
 
 
-def _dequantized(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
-    """Rows of k or v of e4m3 in the dtype of the computation, (1, S, Hk, D)."""
-    rows = getattr(call, name).view(torch.uint8)[keys].view(E4M3)
+def _rows(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
+    """Rows of k or v, (1, S, Hk, D): those of e4m3 in the dtype of the computation."""
+    x: Tensor = getattr(call, name)
+    if x.dtype != E4M3:
+        return x[keys]
+    rows = x.view(torch.uint8)[keys].view(E4M3)  # torch does not index e4m3
     return rows.to(call.lse_dtype()) * _scales(call, name, index, keys)
 
 
 def _store_e4m3(call: AttentionCall, name: str, x: Tensor, index: int, keys: Index) -> None:
     if call.quantizes_tokens:
-        getattr(call, f"{name}_descale")[keys] = token_scales(x)
+        scales = getattr(call, f"{name}_descale")
+        groups = scales.shape[3:]
+        scales[keys] = token_scales(x.unflatten(-1, (*groups, -1)) if groups else x)
     if x.dtype != E4M3:
         x = to_e4m3(x, _scales(call, name, index, keys))
-    # torch does not index e4m3.
     getattr(call, name).view(torch.uint8)[keys] = x.view(torch.uint8)
 
 

@@ -279,9 +279,13 @@ def _filled(call: AttentionCall) -> Tensor:
 def _appended(call: AttentionCall) -> AttentionCall:
     """The call behind an append of its new keys, which a call without queries makes."""
     assert call.k_new is not None
-    no_queries = call.q.new_empty((call.batch(), 0, *call.q.shape[-2:]))
+
+    def no_queries(x: Tensor) -> Tensor:
+        return x.new_empty((call.batch(), 0, *x.shape[-2:]))
+
+    q, qv = no_queries(call.q), None if call.qv is None else no_queries(call.qv)
     bounds = call.cu_seqlens_k_new
-    results_of(replace(call, q=no_queries, qv=None, cu_seqlens_q=None, max_seqlen_q=0, out=None))
+    results_of(replace(call, q=q, qv=qv, cu_seqlens_q=None, max_seqlen_q=0, out=None))
     new = call.k_new.shape[1] if bounds is None else bounds.diff().long()
     filled = (_filled(call) + new).clamp(max=call.capacity()).int()
     nothing: dict[str, Any] = {"k_new": None, "v_new": None, "cu_seqlens_k_new": None}

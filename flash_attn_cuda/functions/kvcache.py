@@ -114,20 +114,23 @@ def flash_attn_with_kvcache(
             its projections (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1). q and k then are the
             rotary columns, on CUDA at most 64, v_cache is the latent, and both may be views of one
             cache, cache[..., 512:] and cache[..., :512], which nobody copies. softmax_scale is
-            given with it: the model's, of the head dim that it has without absorption.
+            given with it: the model's, of the head dim that it has without absorption. v_cache
+            alone may be of float8_e4m3fn then, as in rows of bytes (latent_views).
         k_descale: what the numbers of a k_cache of float8_e4m3fn are times, which such a cache must
             have: a number, or fp32 of one element, (heads_k,), (batch, heads_k), or a scale for
             every token, (batch_cache, capacity, heads_k) or (num_pages, page_size, heads_k), with
             any strides. New keys, once rotated, are divided by it, rounded to the nearest even and
             saturated at +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold
             anything.
-        v_descale: the same of v_cache.
+        v_descale: the same of v_cache. With a qv also a scale for each group of 64, 128, 256 or 512
+            columns of a token, in a fourth dimension.
         q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
             are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
             or bf16, else to bf16, which out, k, v and rotary tables have as well.
         quantize: "token": every new (token, head) of k and v gets a scale of its own, its largest
             finite magnitude over 448, or 1 where that is 0. It is written into k_descale and
-            v_descale, which are tensors with a scale for every token.
+            v_descale, which are tensors with a scale for every token. Groups of columns get theirs
+            likewise; keys in 16 bits get none.
         key_lists: (batch, seqlen_q, heads_k, n), or packed (total_q, heads_k, n), with any strides:
             the keys that the query heads of a key head see, by their positions in the query's
             sequence, from 0 to seqlen_k - 1, in any order; negative for none. Lengths, causal and
@@ -143,7 +146,7 @@ def flash_attn_with_kvcache(
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
         not written. ValueError: there is a qv and no softmax_scale. NotImplementedError: a tensor
         carries a forward-mode gradient, or with k or qv requires grad while gradients are enabled;
-        from the backward, without those; with a qv there are alibi_slopes, or caches are of
+        from the backward, without those; with a qv there are alibi_slopes, or k_cache is of
         float8_e4m3fn; there are key_lists without a qv or with an attention_chunk, or a
         key_list_block that is not 1.
     """

@@ -110,7 +110,8 @@ def flash_attn_varlen_func(
             its last dimension, to write the result into; it must not overlap an input. For
             inference. None for a new tensor.
         qv: (total_q, heads_q, head_dim_v), of q's dtype, as in flash_attn_with_kvcache: scores are
-            softmax_scale * (q k^T + qv v^T), softmax_scale is given, and there is no backward.
+            softmax_scale * (q k^T + qv v^T), softmax_scale is given, and there is no backward. v
+            alone may be of float8_e4m3fn then, with its v_descale.
         k_descale: k and v may both be of float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep
             Learning", 2022), with head dims that are multiples of 16, for inference. Then this is
             given, and k is times it: a number, fp32 of one element, (heads_k,), (batch, heads_k)

@@ -78,6 +78,8 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
         allowed = [tuple(sizes.get(x, WHOLE) for x in shape) for shape in shapes]
         if ("tokens",) in shapes:
             allowed[shapes.index(("tokens",))] = entries[:-1]
+        if ("groups",) in shapes:
+            allowed[shapes.index(("groups",))] = entries
         given: Any = getattr(call, name)
         arrays[name] = next(x for x in allowed if given is None or len(x) == given.dim())
     pairs = (batch, HEADS, WHOLE, WHOLE)
@@ -179,7 +181,8 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     if count < held:
         local |= {name: local[name].narrow(-2, first, count) for name in "kv"}
         given = [name for name in SCALES if name in local]
-        local |= {name: local[name].narrow(-1, first, count) for name in given}
+        dims = {name: min(local[name].dim() - 1, 2) for name in given}  # of heads
+        local |= {name: local[name].narrow(dims[name], first, count) for name in given}
         if "key_lists" in local:
             local["key_lists"] = local["key_lists"].narrow(-2, first, count)
     part = replace(call, **local)

@@ -1,5 +1,6 @@
 """Attention problems over a KV cache of FP8 (e4m3): a KvCacheCase and what its scales are like.
-Rows that hold no key are NaN, and so are scales that no row in use has.
+Rows that hold no key are NaN, and so are scales that no row in use has. With qv, keys are in 16
+bits, and values may be latent rows of bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import flash_attn_with_kvcache
+from flash_attn_cuda import LatentFormat, flash_attn_with_kvcache, latent_views
 from tests.cases.kvcache import KvCacheCase, KvCacheInputs
 from tests.cases.masked_operators import int32
 from tests.reference import AttentionResult
@@ -27,6 +28,7 @@ from tests.reference.tolerance import Closeness, assert_close
 E4M3 = torch.float8_e4m3fn
 FORMS = ("number", "head", "batch", "token")
 STRIDES = ("plain", "expanded", "strided")
+TOKEN_FORMS = ("token", "group")
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,19 @@ class Fp8Inputs:
     """`cache`: the tensors of a call, caches of e4m3. Scales as they are given."""
 
     cache: KvCacheInputs
-    scales: dict[str, Any]  # q_descale, if q is of e4m3, k_descale, v_descale
+    scales: dict[str, Any]  # q_descale, if q is of e4m3, k_descale, if k_cache is, v_descale
+    rows: Tensor | None = None  # that caches and v_descale are views of
 
     def arguments(self) -> dict[str, Any]:
-        arguments = {**self.cache.arguments(), **self.scales}
-        del arguments["qv"], arguments["key_lists"]  # such caches have none
-        return arguments
+        return {**self.cache.arguments(), **self.scales}
 
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """The forms of scales, and their strides; `powers`: all that are given are powers of two."""
+    """The forms of scales, and their strides; `powers`: all that are given are powers of two. With
+    qv k_form is "none", as keys have no scales, v_form may be "group", a scale for each group of a
+    row's columns, and strides "rows", views of rows of bytes.
+    """
 
     cache: KvCacheCase
     k_form: str = "head"
@@ -53,6 +57,7 @@ class Fp8Case:
     powers: bool = False
     quantize: str | None = None
     q_is_fp8: bool = False
+    group: int = 128
 
     def __str__(self) -> str:
         parts = [str(self.cache), f"k_{self.k_form}", f"v_{self.v_form}", self.strides]
@@ -67,11 +72,14 @@ class Fp8Case:
         scales: dict[str, Any] = {}
         stored = {}
         for name, x, form in (("k", k, self.k_form), ("v", v, self.v_form)):
-            if form == "token" and self.strides != "expanded" and not self.powers:
-                of_rows = token_scales(x)  # what is stored uses all of e4m3
-                stored[name] = to_bytes(scaled_down(x, of_rows[..., None]))
+            if form == "none":
+                continue
+            if form in TOKEN_FORMS and self.strides != "expanded" and not self.powers:
+                groups = x if form == "token" else x.unflatten(-1, (-1, self.group))
+                of_rows = token_scales(groups)  # what is stored uses all of e4m3
+                stored[name] = to_bytes(scaled_down(groups, of_rows[..., None])).view(x.shape)
                 made = torch.where(
-                    x[..., 0].isnan(), self._random(x.shape[:-1], generator), of_rows
+                    groups[..., 0].isnan(), self._random(groups.shape[:-1], generator), of_rows
                 )
             else:
                 stored[name] = to_bytes(x.float() * 64.0)
@@ -86,11 +94,42 @@ class Fp8Case:
             q = to_bytes(given.q.float() * 4.0).view(E4M3)
             given = replace(given, q=q)
         caches = {f"{name}_cache": x.view(E4M3) for name, x in stored.items()}
-        return Fp8Inputs(replace(given, **caches), scales)
+        inputs = Fp8Inputs(replace(given, **caches), scales)
+        return self._in_rows(inputs) if self.strides == "rows" else inputs
+
+    @property
+    def row_format(self) -> LatentFormat:
+        """With bytes of no part, as rows of bytes have elsewhere."""
+        latent, rotary = self.cache.value_dim, self.cache.head_dim
+        begin = -(-(latent + 4 * (latent // self.group)) // 16) * 16
+        end = begin + 2 * rotary
+        return LatentFormat(
+            *(latent, rotary, self.group),
+            scale_offset=latent,
+            rotary_offset=begin,
+            row_bytes=-(-end // 16) * 16 + 16,
+        )
+
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """Arguments that lie in rows of bytes."""
+        names = ("k_cache", "v_cache", "v_descale")
+        return dict(zip(names, latent_views(rows, self.row_format, self.cache.dtype), strict=True))
+
+    def _in_rows(self, inputs: Fp8Inputs) -> Fp8Inputs:
+        given = inputs.arguments()
+        shape = (*given["k_cache"].shape[:-1], self.row_format.row_bytes)
+        rows = torch.full(shape, 0xFF, dtype=torch.uint8, device=self.cache.device)
+        views = self.views(rows)
+        for name, view in views.items():
+            view.copy_(given[name])
+        scales = {"v_descale": views.pop("v_descale")}
+        return Fp8Inputs(replace(inputs.cache, **views), scales, rows)
 
     def _shape(self, form: str, x: Tensor) -> tuple[int, ...]:
         heads = self.cache.num_heads_k
         shapes = {"number": (1,), "head": (heads,), "batch": (self.cache.batch, heads)}
+        if form == "group":
+            return *x.shape[:-1], x.shape[-1] // self.group
         return shapes.get(form, x.shape[:-1])
 
     def _random(self, shape: Any, generator: torch.Generator) -> Tensor:
@@ -108,8 +147,9 @@ class Fp8Case:
         if self.strides == "expanded":
             first = scale[..., :1] if scale.dim() < 3 else scale[:1, :1]
             return first.contiguous().expand(scale.shape)
-        if form == "token":
-            scale = scale.masked_fill(~in_use[..., None], torch.nan)
+        if form in TOKEN_FORMS:
+            unused = ~in_use.view(*in_use.shape, *(1,) * (scale.dim() - 2))
+            scale = scale.masked_fill(unused, torch.nan)
         if self.strides == "plain" or scale.numel() == 0:
             return scale.contiguous()
         room = scale.new_full((2 * scale.shape[-1], *scale.shape[:-1]), torch.nan)
@@ -163,16 +203,18 @@ def a_cache(
     return {name: x for name, x in given.items() if x is not None}
 
 
-def attend(
-    case: Fp8Case, inputs: Fp8Inputs, **changes: Any
-) -> tuple[AttentionResult, list[Tensor]]:
+def attend(case: Fp8Case, inputs: Fp8Inputs, **changes: Any) -> tuple[AttentionResult, list[Any]]:
     """(out and lse, k_cache, v_cache, k_descale, v_descale): what is written is copied before."""
     options = case.cache.arguments()
     del options["dropout_p"], options["deterministic"]
     given = inputs.arguments()
-    given |= {name: given[name].clone() for name in ("k_cache", "v_cache")}
-    if case.quantize is not None:
-        for name in ("k_descale", "v_descale"):
+    rows = None if inputs.rows is None else inputs.rows.clone()
+    if rows is not None:
+        given |= case.views(rows)
+    else:
+        given |= {name: given[name].clone() for name in ("k_cache", "v_cache")}
+    if case.quantize is not None and rows is None:
+        for name in inputs.scales.keys() - {"q_descale"}:
             x = given[name]
             given[name] = x.new_empty_strided(x.shape, x.stride()).copy_(x)
     out, lse = flash_attn_with_kvcache(
@@ -186,7 +228,12 @@ def attend(
         }
     )
     names = ("k_cache", "v_cache", "k_descale", "v_descale")
-    return AttentionResult(out=out, lse=lse), [given[name] for name in names]
+    if rows is not None:
+        parts = rows.clone()
+        for part in case.views(parts).values():
+            part.view(torch.uint8).fill_(0xFF)
+        assert bool((parts == 0xFF).all()), "bytes of no part are written"
+    return AttentionResult(out=out, lse=lse), [given.get(name) for name in names]
 
 
 def reference_of(case: Fp8Case, inputs: Fp8Inputs, **changes: Any) -> Fp8CacheResult:
@@ -221,13 +268,13 @@ def check_fp8(
 
 
 def assert_fp8_close(
-    case: Fp8Case, inputs: Fp8Inputs, actual: AttentionResult, found: list[Tensor]
+    case: Fp8Case, inputs: Fp8Inputs, actual: AttentionResult, found: list[Any]
 ) -> list[Closeness]:
     expected = reference_of(case, inputs)
     is_rotated = case.cache.rotary_dim > 0 and case.cache.seqlens_new is not None
     heads = case.cache.num_heads_k
     scales = [
-        x if isinstance(x, Tensor) else torch.full((heads,), x, device=actual.out.device)
+        torch.full((heads,), x, device=actual.out.device) if isinstance(x, float) else x
         for x in found[2:]
     ]
     wanted = (expected.k_cache, expected.v_cache)
@@ -237,8 +284,13 @@ def assert_fp8_close(
     ):
         may_differ = is_rotated and name == "k"
         new = expected.appended if may_differ else torch.zeros_like(expected.appended)
-        wrong = (cache.view(torch.uint8) != y).flatten(2).any(-1) & ~new
+        wrong = (_bytes(cache) != _bytes(y)).flatten(2).any(-1) & ~new
         assert not wrong.any(), f"{name}_cache: {int(wrong.sum())} rows are wrong"
+        if scale is None or z is None:
+            eps = torch.finfo(cache.dtype).eps
+            turned = cache[new].double(), y[new].double()
+            torch.testing.assert_close(*turned, rtol=1.01 * eps, atol=1e-6)
+            continue
         same = (scale == z) | (scale.isnan() & z.isnan())
         if may_differ and scale.dim() == 3:
             eps = torch.finfo(actual.out.dtype).eps
@@ -264,6 +316,10 @@ def assert_fp8_close(
         noise = {"lse": 2.0 * rounding.max().item() + 2.0**-9 if rounding.numel() else 0.0}
         exact = replace(exact, noise={**exact.noise, **noise})
     return assert_close(actual, exact, naive)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def check_appended_numbers(case: Fp8Case) -> None:

@@ -22,6 +22,19 @@ FORMS = {
     "mixed": {"k_form": "token", "v_form": "head", "strides": "strided"},
     "expanded": {"k_form": "batch", "v_form": "token", "strides": "expanded"},
 }
+# Of calls with qv, whose keys have no scales.
+LATENT_FORMS: dict[str, dict[str, Any]] = {
+    name: {"k_form": "none", "v_form": v_form, "strides": strides}
+    for name, v_form, strides in (
+        ("rows", "group", "rows"),
+        ("groups apart", "group", "strided"),
+        ("groups", "group", "plain"),
+        ("expanded groups", "group", "expanded"),
+        ("token", "token", "strided"),
+        ("batch", "batch", "plain"),
+        ("number", "number", "plain"),
+    )
+}
 
 
 def skip_without_fp8_row(case: Fp8Case) -> None:
@@ -34,7 +47,7 @@ def skip_without_fp8_row(case: Fp8Case) -> None:
         and row.dtype == DTYPE_NAMES[cache.dtype]
         and row.head_dim >= cache.head_dim
         and row.head_dim_v >= cache.value_dim
-        and "e4m3_kv" in row.config["features"]
+        and ("latent" if cache.has_qv else "e4m3_kv") in row.config["features"]
         for row in build_info.compiled_rows()
     )
     if not has_row:

@@ -15,7 +15,7 @@ import torch
 
 from tests.cases.attention import AttentionCase, KvCacheCase, VarlenCase
 from tests.cases.fp8_cache import Fp8Case, check_fp8
-from tests.cases.fp8_harness import FORMS, skip_without_fp8_row
+from tests.cases.fp8_harness import FORMS, LATENT_FORMS, skip_without_fp8_row
 from tests.cases.harness import DEVICE, ON_CPU, Check, check_cache, skip_without_row
 from tests.cases.masked import MaskedCase, MaskedInputs
 from tests.cases.masked_harness import check_masked, skip_without_masked_row
@@ -33,7 +33,7 @@ TOGETHER = {
     "rotary": ("rotary_dim", "rotary_interleaved"),
 }
 OF_MASKS = ("mask", "bias", "sink")
-OF_FP8 = ("form", "strides", "quantize", "q_is_fp8")
+OF_FP8 = ("form", "strides", "quantize", "q_is_fp8", "group")
 OF_JUDGE = ("backward", "use_dlse", "num_splits", "batch_invariant")
 TESTS_OF_ROW = 24  # at most
 CALLS_ON_CPU = 8  # of a row, where the CPU backend stands in
@@ -97,8 +97,8 @@ def _over_cache(fields: dict[str, Any]) -> KvCacheCase | Fp8Case:
         return case
     form = fp8.pop("form", "token")
     if fp8.get("quantize") is not None:
-        form = "token"
-    return Fp8Case(case, **FORMS[form] | fp8)
+        form = "rows" if case.has_qv else "token"
+    return Fp8Case(case, **(LATENT_FORMS if case.has_qv else FORMS)[form] | fp8)
 
 
 def _cut(fields: dict[str, Any]) -> dict[str, Any]:

@@ -300,6 +300,16 @@ def over_e4m3() -> None:
             **scales,
             quantize="token",
         )
+    for heads_k in (1, 2):  # of latent rows, whose columns have two scales
+        rotary = torch.randn(2, 9, heads_k, 16, dtype=torch.float64)
+        latent, scale = (torch.randn(2, 9, heads_k, n) for n in (128, 2))
+        qv = torch.randn(2, 2, 4, 128, dtype=torch.float64)
+        given = {"qv": qv, "v_descale": scale, "softmax_scale": 0.1, "cache_seqlens": lengths}
+        wanted = flash_attn_with_kvcache(q, rotary, latent.to(e4m3), **given)
+        parts = [shard(x, REPLICATED) for x in (rotary, latent.to(e4m3))]
+        given["qv"] = shard(qv, Shard(2))
+        found = flash_attn_with_kvcache(shard(q, Shard(2)), *parts, **given)
+        close(found, wanted, f"latent rows, {heads_k} key heads")
 
 
 def other_operators() -> None:

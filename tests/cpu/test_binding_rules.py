@@ -127,6 +127,9 @@ OVER_E4M3: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "k_descale: must have shape (2,) or (1, 2), got (7, 2)"),
     "new keys": (NEW_NUMBERS | {"v_new": zeros(2, 1, 2, 16)}, TypeError,
         "v: dtype must be torch.float8_e4m3fn, got torch.bfloat16"),
+    "keys beside latent rows": ({"k": zeros(2, 10, 2, 20)[..., :16], "k_descale": None,
+        "qv": zeros(2, 3, 4, 16), "softmax_scale": 0.1}, ValueError,
+        "k_cache: strides of rows must be multiples of 8 of torch.bfloat16, got strides"),
 }  # fmt: skip
 
 

@@ -75,6 +75,15 @@ def of_e4m3(new: int = 0, form: str = "batch", **changes: Any) -> dict[str, Any]
     return call | changes
 
 
+def of_latent(**changes: Any) -> dict[str, Any]:
+    """v alone is of e4m3, with scales of groups of its columns."""
+    call: dict[str, Any] = {"q": torch.randn(2, 3, 4, 8), "qv": torch.randn(2, 3, 4, 128)}
+    call |= {"k": torch.randn(2, 9, 1, 8), "v": torch.randn(2, 9, 1, 128).to(torch.float8_e4m3fn)}
+    call |= {"v_descale": torch.rand(2, 9, 1, 2), "softmax_scale": 0.2, "over_cache": True}
+    call |= {"k_new": torch.randn(2, 1, 1, 8), "v_new": torch.randn(2, 1, 1, 128)}
+    return call | {"seqused_k": int32(5, 3)} | changes
+
+
 # -- operators -------------------------------------------------------------------------------------
 
 
@@ -100,6 +109,12 @@ def test_opcheck_of_e4m3() -> None:
         (_ops.attention_with_append, append_arguments(**of_e4m3(1))),
         (_ops.attention_with_append, append_arguments(**of_e4m3(1, **expanded))),
         (_ops.attention_with_quantized_append, quantized),
+        (_ops.attention, arguments(**of_latent(k_new=None, v_new=None))),
+        (_ops.attention_with_append, append_arguments(**of_latent())),
+        (
+            _ops.attention_with_quantized_append,
+            append_arguments(**of_latent(quantizes_tokens=True)),
+        ),
     ):
         opcheck(op, flat, test_utils=tests)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,31 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_cuda import (
+    LatentFormat,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    latent_views,
+    quantize_latent,
+)
 from tests.cases.cpu_harness import one_thread  # noqa: F401
+from tests.cases.fp8_cache import (
+    E4M3,
+    TOKEN_FORMS,
+    Fp8Case,
+    assert_fp8_close,
+    attend,
+    check_fp8,
+    dequantized,
+)
+from tests.cases.fp8_harness import LATENT_FORMS
 from tests.cases.harness import assert_same_bits, attend_over_cache, bits
-from tests.cases.kvcache import KvCacheCase
+from tests.cases.kvcache import CACHE_AXES, KvCacheCase, cache_case
 from tests.cases.latent import check_packed, joined, split, with_poisoned_table
 from tests.cases.operators import append_arguments, arguments
+from tests.cases.pairwise import pairwise
 from tests.cases.varlen import VarlenCase
+from tests.reference.fp8 import scaled_down, to_bytes, token_scales
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,6 +144,184 @@ def test_operators() -> None:
     opcheck(torch.ops.flash_attn_cuda.attention, arguments(**call))
     call |= {"k_new": normal(2, 1, 1, 8), "v_new": normal(2, 1, 1, 16)}
     opcheck(torch.ops.flash_attn_cuda.attention_with_append, append_arguments(**call))
+
+
+# -- rows of FP8 -----------------------------------------------------------------------------------
+
+FP8_AXES: dict[str, list[Any]] = {
+    **{name: values for name, values in CACHE_AXES.items() if name != "features"},
+    "features": [{}, {"softcap": 2.0}],
+    "form": [*LATENT_FORMS],
+    "head_dims": [(16, 128), (24, 64), (32, 256)],
+    "group": [64, 128],
+    "quantize": [False, True],
+}
+
+
+def fp8_case(form: str, head_dims: tuple[int, int], group: int, quantize: bool, **row: Any) -> Any:
+    cache = cache_case(
+        **row | {"rotary": row["rotary"] if "append" in row["queries"] else "none"},
+        head_dim=head_dims[0], head_dim_v=head_dims[1],
+    )  # fmt: skip
+    of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": 0.2}
+    # Rotary columns of rows of bytes are in 16 bits.
+    dtype = torch.bfloat16 if LATENT_FORMS[form]["strides"] == "rows" else torch.float64
+    case = Fp8Case(replace(cache, dtype=dtype, **of_latent), **LATENT_FORMS[form])
+    writes = quantize and case.v_form in TOKEN_FORMS and case.strides != "expanded"
+    appends = cache.seqlens_new is not None
+    return replace(
+        case, group=min(group, head_dims[1]), quantize="token" if writes and appends else None
+    )
+
+
+@pytest.mark.parametrize("row", pairwise(FP8_AXES, 2), ids=str)
+def test_rows_of_fp8(row: dict[str, Any]) -> None:
+    check_fp8(fp8_case(**row))
+
+
+@pytest.mark.parametrize("form", ["rows", "batch"])
+def test_chunks_of_rows_of_fp8(form: str) -> None:
+    """Behind an append. A chunk of all keys hides none."""
+    base: dict[str, Any] = {"head_dims": (16, 128), "group": 64, "quantize": True}
+    base |= {"rotary": "pairs", "features": {}, "heads": (4, 1), "page_size": 7, "causal": True}
+    case = fp8_case(form, queries="chunk", **base)
+    inputs = case.make_inputs()
+    result, written = attend(case, inputs, attention_chunk=100)
+    assert_fp8_close(case, inputs, result, written)
+    assert not torch.equal(attend(case, inputs, attention_chunk=8)[0].out, result.out)
+
+
+def test_packed_values_of_fp8() -> None:
+    given = arguments_of(flash_attn_varlen_func)
+    v, scale = to_bytes(40.0 * torch.randn(6, 2, 16)).view(E4M3), torch.tensor([0.25, 0.5])
+    found = flash_attn_varlen_func(**given | {"v": v}, v_descale=scale)
+    wide = dequantized(v, scale[:, None], torch.bfloat16)
+    expected = flash_attn_varlen_func(**given | {"v": wide})
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_packed_queries_over_rows_of_fp8() -> None:
+    """flash_attn_varlen_func over pages: as flash_attn_with_kvcache."""
+    views = dict(
+        zip(("k", "v", "v_descale"), latent_views(some_rows(5, 4), SMALL_ROWS), strict=True)
+    )
+    q, qv, lengths = normal(6, 4, 8), normal(6, 4, 128), {"cu_seqlens_q": CU}
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    options: dict[str, Any] = {"softmax_scale": 0.2, "causal": True, "qv": qv, "block_table": table}
+    found = flash_attn_varlen_func(
+        q, **views, **lengths, cu_seqlens_k=None, max_seqlen_q=4, max_seqlen_k=5, seqused_k=USED,
+        **options,
+    )  # fmt: skip
+    caches = {f"{name}_cache": views.pop(name) for name in "kv"}
+    assert torch.equal(
+        found,
+        flash_attn_with_kvcache(q, **caches, **views, **lengths, cache_seqlens=USED, **options),
+    )
+
+
+SMALL_ROWS = LatentFormat(128, 8, 64, scale_offset=128, rotary_offset=144, row_bytes=176)
+
+
+def some_rows(*shape: int) -> Tensor:
+    return quantize_latent(normal(*shape, 128), normal(*shape, 8), SMALL_ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_quantize_latent(dtype: torch.dtype) -> None:
+    """The numbers and scales of the reference, in places of a row of 656 bytes."""
+    latent = (torch.randn(3, 2, 4, 128) * torch.tensor([1e-3, 1.0, 30.0, 2.0])[:, None]).to(dtype)
+    latent[0, 0, 0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])
+    latent[0, 1, 1], latent[1, 0, 2, 5:] = 0.0, -0.0
+    rotary = normal(3, 2, 64)
+    rows = quantize_latent(latent.flatten(-2), rotary)
+    assert rows.shape == (3, 2, 656) and rows.dtype == torch.uint8
+    scale = token_scales(latent)
+    assert torch.equal(rows[..., :512], to_bytes(scaled_down(latent, scale[..., None])).flatten(-2))
+    assert torch.equal(rows[..., 512:528], scale.view(torch.uint8))
+    assert torch.equal(rows[..., 528:], rotary.view(torch.uint8))
+
+
+@pytest.mark.parametrize("as_bytes", [torch.uint8, torch.int8, E4M3], ids=str)
+def test_latent_views(as_bytes: torch.dtype) -> None:
+    """Nothing is copied; bytes of no part stay 0."""
+    rows = some_rows(3, 5)[:, :4]
+    assert not rows[..., 136:144].any() and not rows[..., 160:].any()
+    for cache in (rows, rows[:, :, None]):
+        k, v, scale = latent_views(cache.view(as_bytes), SMALL_ROWS)
+        assert k.shape == (3, 4, 1, 8) and v.shape == (3, 4, 1, 128) and scale.shape == (3, 4, 1, 2)
+        begins = [x.data_ptr() - rows.data_ptr() for x in (v, scale, k)]
+        assert begins == [0, 128, 144] and v.stride() == (880, 176, 176, 1)
+    assert latent_views(rows, SMALL_ROWS, torch.float16)[0].dtype == torch.float16
+
+
+ROW = normal(2, 3, 512), normal(2, 3, 64)
+OF_E8M0 = replace(LatentFormat(), scale_dtype=torch.uint8)
+BAD_ROWS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
+    "latent": (
+        *(quantize_latent, (ROW[0].int(), ROW[1]), TypeError), "latent: dtype must be one of"
+    ),
+    "rotary": (
+        *(quantize_latent, (ROW[0], ROW[1].float()), TypeError), "rotary: dtype must be one of"
+    ),
+    "columns": (
+        *(quantize_latent, (ROW[1], ROW[1]), ValueError),
+        r"latent: last dimension must be 512, got \(2, 3, 64\)",
+    ),
+    "rows": (
+        *(quantize_latent, (ROW[0], ROW[1][:1]), ValueError),
+        r"rotary: must have shape \(2, 3, 64\), got \(1, 3, 64\)",
+    ),
+    "scales": (
+        *(quantize_latent, (*ROW, OF_E8M0), NotImplementedError),
+        "row_format: scale_dtype must be torch.float32, got torch.uint8",
+    ),
+    "gradient": (
+        *(quantize_latent, (ROW[0].clone().requires_grad_(), ROW[1]), NotImplementedError),
+        "latent: must not require grad",
+    ),
+    "cache": (
+        *(latent_views, (normal(2, 3, 656),), TypeError), "cache: dtype must be one of uint8"
+    ),
+    "dtype": (
+        *(latent_views, (some_rows(2, 3), SMALL_ROWS, torch.float32), TypeError),
+        "dtype: dtype must be one of float16, bfloat16, got torch.float32",
+    ),
+    "bytes": (
+        *(latent_views, (some_rows(2, 3),), ValueError),
+        r"cache: must have shape .*, 656\), got \(2, 3, 176\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_of_fp8(name: str) -> None:
+    function, given, kind, message = BAD_ROWS[name]
+    with pytest.raises(kind, match=f"^{message}"):
+        function(*given)
+
+
+def test_an_append_makes_the_rows_of_quantize_latent() -> None:
+    """Under a compiler too, where the views are made in what it compiles."""
+    rows, new = some_rows(2, 9), (normal(2, 3, 128), normal(2, 3, 8))
+    q, qv = normal(2, 1, 4, 8), normal(2, 1, 4, 128)
+
+    def step(rows: Tensor) -> Tensor:
+        k, v, scale = latent_views(rows, SMALL_ROWS)
+        latent, rotary = (x[:, :, None] for x in new)
+        return flash_attn_with_kvcache(
+            q, k, v, rotary, latent, cache_seqlens=USED, qv=qv, v_descale=scale, quantize="token",
+            softmax_scale=0.2,
+        )  # fmt: skip
+
+    expected = rows.clone()
+    for index, used in enumerate(USED.tolist()):
+        expected[index, used : used + 3] = quantize_latent(*(x[index] for x in new), SMALL_ROWS)
+    written, compiled = rows.clone(), rows.clone()
+    out = step(written)
+    assert torch.equal(written, expected)
+    with torch.no_grad():
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled)
+    assert torch.equal(found, out) and torch.equal(compiled, expected)
 
 
 def test_flops() -> None:

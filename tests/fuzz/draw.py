@@ -23,6 +23,7 @@ from tests.cases.attention import (
 )
 from tests.cases.fp8_cache import FORMS as SCALE_FORMS
 from tests.cases.fp8_cache import STRIDES, Fp8Case
+from tests.cases.fp8_harness import LATENT_FORMS
 from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
 
@@ -226,6 +227,22 @@ def cache(draw: Draw) -> RandomCall:
 def latent_cache(draw: Draw) -> RandomCall:
     """Head dims that the rows of latent attention are for, and others."""
     latent = draw.rng.choice((512, 512, 256, draw.rng.randrange(8, 513, 8)))
+    return CacheCall(_latent(draw, latent), _splits(draw))
+
+
+def fp8_latent_cache(draw: Draw) -> RandomCall:
+    """Values alone of e4m3, some of them in rows of bytes."""
+    group, name = draw.rng.choice((64, 128, 128, 256, 512)), draw.rng.choice([*LATENT_FORMS])
+    form = LATENT_FORMS[name]
+    has_groups = form["v_form"] == "group"
+    latent = group * draw.rng.randint(1, 512 // group)
+    case = _latent(draw, latent if has_groups else draw.rng.randrange(16, 513, 16))
+    may_write = has_groups and form["strides"] != "expanded" and case.seqlens_new is not None
+    quantize = "token" if may_write and draw.chance(0.7) else None
+    return CacheCall(Fp8Case(case, **form, quantize=quantize, group=group), _splits(draw))
+
+
+def _latent(draw: Draw, latent: int) -> KvCacheCase:
     rope = draw.rng.choice((64, 64, 32, draw.rng.randrange(8, 65, 8)))
     case = _over_cache(draw, {"head_dim": rope, "head_dim_v": latent})
     heads = draw.rng.choice(HEADS_OF_LATENT)
@@ -234,7 +251,7 @@ def latent_cache(draw: Draw) -> RandomCall:
     of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
     if draw.chance(0.5):
         of_latent["keys_per_list"] = draw.length(2100)
-    return CacheCall(replace(case, **of_latent, **of_heads), _splits(draw))
+    return replace(case, **of_latent, **of_heads)
 
 
 def fp8_cache(draw: Draw) -> RandomCall:
@@ -322,7 +339,8 @@ def derivatives(draw: Draw) -> RandomCall:
 
 
 KINDS: dict[str, Callable[[Draw], RandomCall]] = {
-    f.__name__: f for f in (dense, packed, cache, latent_cache, fp8_cache, derivatives)
+    f.__name__: f
+    for f in (dense, packed, cache, latent_cache, fp8_latent_cache, fp8_cache, derivatives)
 }
 
 

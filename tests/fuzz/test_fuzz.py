@@ -69,6 +69,9 @@ def test_draws_reach_every_feature() -> None:
         assert_some_have(cases, "sink", "causal", "softcap", "alibi")
     assert_some_have(fp8, "quantize", "q_is_fp8", "powers")
     assert len({(x.k_form, x.v_form, x.strides) for x in fp8}) > 20
+    latent = [x.case for x in drawn["fp8_latent_cache"]]
+    assert_some_have(latent, "quantize")
+    assert len({(x.v_form, x.strides, x.group) for x in latent}) > 25
     assert len({x.num_splits for x in drawn["cache"]}) > 3
     assert {x.transform for x in drawn["derivatives"]} == {jvp, *SECOND_ORDER}
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from flash_attn_cuda import flash_attn_with_kvcache
+from tests.cases.fp8_cache import Fp8Case, attend
+from tests.cases.fp8_harness import LATENT_FORMS
 from tests.cases.harness import (
     DEVICE,
     Check,
@@ -122,6 +124,79 @@ SHAPES: dict[str, list[Call]] = {
         ],
     ),
 }  # fmt: skip
+
+
+EVERY_FORM = [*LATENT_FORMS]
+FP8_SHAPES: dict[str, list[Call]] = {
+    "heads": grid(
+        **LATENT, form="rows", cached=(LONG, 0, 65, 1), capacity=LONG + 30, page_size=[None, 64],
+        num_heads_q=[n for n, _ in HEADS], causal=BOTH, of=FEW,
+    ),
+    "keys": grid(
+        **LATENT, form=["rows", "batch"], cached=[(0, 1, 63, 64), (65, LONG, LONGEST, 0)],
+        capacity=LONGEST + 60, num_heads_q=[16, 128], page_size=PAGES, seqlens_q=[1, 3],
+        causal=True,
+    ),
+    "columns": grid(
+        **LATENT | {"head_dim": [64, 24]}, cached=(LONG, 64, 3), capacity=LONG, dtype=DTYPES,
+        num_heads_q=[8, 64], page_size=[None, 48], seqlens_q=2, causal=True,
+        of=[
+            *({"head_dim_v": n, "group": 64} for n in (512, 448, 256, 64)),
+            *({"head_dim_v": n, "group": n} for n in (512, 256)),
+            *({"head_dim_v": n, "form": "token"} for n in (464, 16)),
+        ],
+    ),
+    "key heads": grid(
+        **LATENT | {"num_heads_k": 2}, form=EVERY_FORM, cached=(150, 3, 64), num_heads_q=[2, 34],
+        seqlens_q=[1, 3], page_size=[None, 16],
+    ),
+    "append": grid(
+        **LATENT, cached=(100, 0, 63), num_heads_q=[16, 64], page_size=PAGES, causal=BOTH,
+        queries=[(1, 1), (2, 5), ((1, 3, 2), (1, 3, 2))],
+        of=[
+            {"form": "rows", "quantize": "token"}, {"form": "groups apart"}, {"form": "batch"},
+            {"form": "rows", "quantize": "token", "group": 64, "rotary": (64, True)},
+            {"form": "rows", "quantize": "token", "group": 512, "rotary": (12, False)},
+            {"form": "token", "rotary": (32, False), "head_dim_v": 464},
+        ],
+    ),
+    "pairs": pairs(
+        **LATENT, form=EVERY_FORM, cached=(LONG, 0, 37), capacity=LONG + 50, dtype=DTYPES,
+        heads=HEADS, of=FEW[:4], page_size=PAGES, causal=BOTH,
+        window=[(-1, -1), (33, -1), (40, 3)], softcap=[0.0, 4.0], sink=[None, torch.float32],
+        num_splits=[0, 1, 3], batch_invariant=BOTH,
+        places=[
+            {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
+            {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
+        ],
+    ),
+}  # fmt: skip
+
+
+@each(FP8_SHAPES)
+def test_over_rows_of_fp8(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_what_no_key_of_fp8_has_is_not_read(heads: int, page_size: int | None) -> None:
+    """Entries of tables and bytes of rows. NaN among a sequence's keys are its own alone."""
+    case = a_case(cached=(LONG, 0, 65), capacity=LONG + 30, num_heads_q=heads, page_size=page_size)
+    fp8 = Fp8Case(case, **LATENT_FORMS["rows"])
+    inputs = fp8.make_inputs()
+    expected, _ = attend(fp8, inputs)
+    if page_size is not None:
+        poisoned = replace(inputs, cache=with_poisoned_table(inputs.cache))
+        assert_same_bits(attend(fp8, poisoned)[0], expected)
+    rows, table = inputs.rows, inputs.cache.block_table
+    assert rows is not None
+    first = rows[0, 64] if table is None else rows[table[0, 64 // page_size], 64 % page_size]
+    first[..., 300] = 0xFF  # NaN of e4m3
+    found, _ = attend(fp8, inputs)
+    assert found.out[0].isnan().all() and found.lse[0].isnan().all()
+    of_others = (AttentionResult(out=x.out[1:], lse=x.lse[1:]) for x in (found, expected))
+    assert_same_bits(*of_others)
 
 
 @each(SHAPES)

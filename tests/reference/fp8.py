@@ -66,7 +66,7 @@ def token_scales(x: Tensor) -> Tensor:
 @dataclass
 class Fp8CacheResult:
     """expected, in fp64, and naive, in the dtype of q over caches dequantized to it, of
-    kvcache_reference; what caches, as bytes, and scales hold afterwards; and the rows of
+    kvcache_reference; what caches, of e4m3 as bytes, and scales hold afterwards; and the rows of
     k_cache's first two dimensions that were written.
     """
 
@@ -74,7 +74,7 @@ class Fp8CacheResult:
     naive: AttentionResult
     k_cache: Tensor
     v_cache: Tensor
-    k_descale: Tensor
+    k_descale: Tensor | None
     v_descale: Tensor
     appended: Tensor
 
@@ -83,8 +83,8 @@ def fp8_cache_reference(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_descale: Tensor,
-    v_descale: Tensor,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
@@ -95,21 +95,23 @@ def fp8_cache_reference(
     block_table: Tensor | None = None,
     *,
     q_descale: Tensor | None = None,
+    qv: Tensor | None = None,
     quantize: str | None = None,
     rotary_interleaved: bool = True,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
-    written: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    written: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
     options: AttentionOptions = PLAIN,
     **features: Any,
 ) -> Fp8CacheResult:
     """What flash_attn_with_kvcache computes over caches of e4m3; changes none of its arguments.
 
-    Scales are (Hk,), (B, Hk), or one for each row of k_cache without its last dimension. q is of
-    the dtype of products. New keys are rotated and rounded to their dtype, then quantized.
-    `written`: caches and scales that are attended to instead of those that the reference writes,
-    where a rotation in fp32 may have come out one number off. Other arguments are
-    kvcache_reference's.
+    Scales are (Hk,), (B, Hk), or one for each row of k_cache without its last dimension. With qv,
+    k_cache is of q's dtype, without a scale, and rows of v_cache may have several scales, of as
+    many columns each. q is of the dtype of products. New keys are rotated and rounded to their
+    dtype, then quantized. `written`: caches and scales that are attended to instead of those that
+    the reference writes, where a rotation in fp32 may have come out one number off. Other arguments
+    are kvcache_reference's.
     """
     options = replace(options, **features)
     rows = k_cache.shape[1]
@@ -118,8 +120,9 @@ def fp8_cache_reference(
     used = [capacity] * batch if cache_seqlens is None else cache_seqlens.tolist()
     entries = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
     tables = (rotary_cos, rotary_sin)
-    caches = {"k": k_cache.view(torch.uint8).clone(), "v": v_cache.view(torch.uint8).clone()}
-    scales = {"k": k_descale.clone(), "v": v_descale.clone()}
+    caches = {name: _stored(x).clone() for name, x in (("k", k_cache), ("v", v_cache))}
+    given_scales = {"k": k_descale, "v": v_descale}
+    scales = {name: x.clone() for name, x in given_scales.items() if x is not None}
     appended = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=q.device)
     places = [_places(range(capacity), e, rows, block_table, q.device) for e in entries]
 
@@ -135,9 +138,14 @@ def fp8_cache_reference(
         turned = rotate(k[at].double(), *tables, positions, rotary_interleaved).to(k.dtype)
         where = tuple(x[positions] for x in places[index])
         for name, new in (("k", turned), ("v", v[at])):
+            if name not in scales:
+                caches[name][where] = new
+                continue
             if quantize == "token":
-                scales[name][where] = token_scales(new)
-            scale = _scale_of(scales[name], index, where)
+                groups = scales[name].shape[3:]
+                of_groups = new.unflatten(-1, (*groups, -1)) if groups else new
+                scales[name][where] = token_scales(of_groups)
+            scale = _scale_of(scales[name], index, where, new.shape[-1])
             caches[name][where] = to_bytes(scaled_down(new, scale))
         appended[where] = True
         lengths[index] += len(steps)
@@ -161,24 +169,31 @@ def fp8_cache_reference(
     dense = {}
     read, times = caches, scales
     if written is not None:
-        read = {name: x.view(torch.uint8) for name, x in zip("kv", written, strict=False)}
-        times = dict(zip("kv", written[2:], strict=True))
+        read = {name: _stored(x) for name, x in zip("kv", written[:2], strict=True)}
+        times = {name: x for name, x in zip("kv", written[2:], strict=True) if x is not None}
     for name, cache in read.items():
         parts = [cache.new_zeros(0, capacity, *cache.shape[2:]).double()]
         for index in range(batch):
-            part = from_bytes(cache[places[index]])
-            part = part * _scale_of(times[name], index, places[index]).double()
-            parts.append(part[None])
+            part = cache[places[index]]
+            if name in times:
+                scale = _scale_of(times[name], index, places[index], part.shape[-1])
+                part = from_bytes(part) * scale.double()
+            parts.append(part[None].double())
         dense[name] = torch.cat(parts)
     lengths_now = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     given = {"cache_seqlens": lengths_now, "cache_leftpad": cache_leftpad}
-    given |= {"cu_seqlens_q": cu_seqlens_q, "options": options}
+    given |= {"cu_seqlens_q": cu_seqlens_q, "options": options, "qv": qv}
     expected = kvcache_reference(exact_q, dense["k"], dense["v"], **given).expected
     half = (x.to(q.dtype) for x in (exact_q, dense["k"], dense["v"]))
     naive = kvcache_reference(*half, **given).naive
     return Fp8CacheResult(
-        expected, naive, caches["k"], caches["v"], scales["k"], scales["v"], appended
+        expected, naive, caches["k"], caches["v"], scales.get("k"), scales["v"], appended
     )
+
+
+def _stored(x: Tensor) -> Tensor:
+    """A cache, of e4m3 as bytes."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _places(
@@ -194,8 +209,10 @@ def _places(
     return pages[row // rows].clamp(min=0), row % rows
 
 
-def _scale_of(scales: Tensor, index: int, where: tuple[Tensor, Tensor]) -> Tensor:
-    """Broadcastable to (rows, Hk, D)."""
+def _scale_of(scales: Tensor, index: int, where: tuple[Tensor, Tensor], columns: int) -> Tensor:
+    """Broadcastable to (rows, Hk, columns)."""
+    if scales.dim() == 4:
+        return scales[where].repeat_interleave(columns // scales.shape[3], -1)
     if scales.dim() == 3:
         return scales[where][..., None]
     return (scales if scales.dim() == 1 else scales[index])[:, None]

@@ -19,6 +19,7 @@ from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
 from tests.cases.bands import BandCase
 from tests.cases.fp8_cache import Fp8Case
+from tests.cases.fp8_harness import LATENT_FORMS
 from tests.cases.harness import ON_CPU, Case
 from tests.cases.latent import LATENT
 from tests.cases.masked import (
@@ -364,6 +365,10 @@ def fp8_cases(device: str) -> Iterator[Fp8Case]:
         plain = replace(cache, page_size=None, leftpad=(10, 0, 37), softcap=5.0)
         yield Fp8Case(replace(plain, seqlens_q=(3, 1, 70)), "number", "head", q_is_fp8=True)
         yield Fp8Case(replace(plain, seqlens_q=4, seqlens_new=4), "head", "batch", "expanded")
+    base = KvCacheCase(cached=(150, 0, 37), device=device, num_heads_q=8, causal=True, **LATENT)
+    append = replace(base, page_size=16, seqlens_q=2, seqlens_new=2, rotary_dim=32)
+    yield Fp8Case(append, **LATENT_FORMS["rows"], quantize="token")
+    yield Fp8Case(replace(base, leftpad=(10, 0, 37)), **LATENT_FORMS["batch"])
 
 
 def sanitized_rotary_cases(device: str) -> Iterator[RotaryCase]:

@@ -109,11 +109,13 @@ __device__ void rotate_query(const AppendArguments& args, std::int64_t index, in
 // -- the kernel -----------------------------------------------------------------------------------
 
 // How rows are moved, how many columns of one a lane moves at once, how many rows of the grid a
-// new key and its value are, and whether queries begin with a warp of their own.
+// new key and its value are, how many lanes a row has at least, as a power of two, and whether
+// queries begin with a warp of their own.
 template <class Element, int kVector>
 struct To16Bits {
   static constexpr int columns = kVector;
   static constexpr int rows_per_key = 2;
+  static constexpr int least_lanes_shift = 0;
   static constexpr bool fills_warps = false;
 
   // row: one of k_new, or of v_new after those.
@@ -132,6 +134,7 @@ template <class Element, int kPairs>
 struct ToE4m3 {
   static constexpr int columns = 2 * kPairs;
   static constexpr int rows_per_key = 1;  // with its value, which goes to the same place
+  static constexpr int least_lanes_shift = 0;
   static constexpr bool fills_warps = true;
 
   __device__ static void append(const AppendArguments& args, std::int64_t row, int lane) {
@@ -139,6 +142,25 @@ struct ToE4m3 {
   }
   __device__ static void rotate(const AppendArguments& args, std::int64_t query, int lane) {
     rotate_query_pairs<Element, kPairs>(args, query, lane);
+  }
+};
+
+// Latent rows become e4m3, each by a warp, and rotary columns stay in 16 bits.
+template <class Element, int kVector>
+struct ToLatent {
+  static constexpr int columns = kVector;
+  static constexpr int rows_per_key = 2;
+  static constexpr int least_lanes_shift = 5;
+  static constexpr bool fills_warps = false;
+
+  __device__ static void append(const AppendArguments& args, std::int64_t row, int lane) {
+    if (row < args.key_rows)
+      append_row<Element, kVector>(args, row, false, lane);
+    else
+      append_latent<Element>(args, row - args.key_rows, lane);
+  }
+  __device__ static void rotate(const AppendArguments& args, std::int64_t query, int lane) {
+    rotate_query<Element, kVector>(args, query, lane);
   }
 };
 
@@ -164,10 +186,10 @@ bool has_vector_angles(const AppendParams& params) {
 }
 
 bool has_vector_rows(const AppendParams& params) {
-  const int cache_bytes = params.e4m3_cache ? 1 : bytes_of(params.dtype);
-  for (const TensorView* view : {&params.k_cache, &params.v_cache}) {
-    if (!has_vector_rows(*view, cache_bytes)) return false;
-  }
+  const int bytes_k = params.e4m3_cache ? 1 : bytes_of(params.dtype);
+  const int bytes_v = params.e4m3_latent ? 1 : bytes_k;
+  if (!has_vector_rows(params.k_cache, bytes_k) || !has_vector_rows(params.v_cache, bytes_v))
+    return false;
   for (const TensorView* view : {&params.k_new, &params.v_new, &params.q, &params.q_rotated}) {
     if (!has_vector_rows(*view, bytes_of(params.dtype))) return false;
   }
@@ -202,7 +224,7 @@ void launch_append(const AppendParams& params, Stream stream) {
   const std::int64_t query_rows =
       params.sequences.cu_seqlens_q != nullptr ? params.total_q : sequences * shape.seqlen_q;
   const int columns = std::max(shape.head_dim, shape.head_dim_v);
-  int lanes_shift = 0;
+  int lanes_shift = Move::least_lanes_shift;
   while (lanes_shift < 5 && (Move::columns << lanes_shift) < columns) ++lanes_shift;
   const std::int64_t key_rows = params.k_new.data == nullptr ? 0 : new_rows * shape.num_heads_k;
   const std::int64_t rotated_rows = params.q.data == nullptr ? 0 : query_rows * shape.num_heads_q;
@@ -234,6 +256,8 @@ void launch_vectors(const AppendParams& params, Stream stream) {
     using Element = decltype(element);
     if (params.e4m3_cache)
       launch_append<ToE4m3<Element, kVector>>(params, stream);
+    else if (params.e4m3_latent)
+      launch_append<ToLatent<Element, kVector>>(params, stream);
     else
       launch_append<To16Bits<Element, kVector>>(params, stream);
   });

@@ -180,6 +180,43 @@ __device__ void append_quantized(const AppendArguments& args, std::int64_t index
   value.store(cache_row_of(params.v_cache, target, head), value_scale);
 }
 
+// A latent row, whose columns may have scales of their own groups. A lane of the warp has 16 of
+// them; one that has none holds the last ones again.
+template <class Element>
+__device__ void append_latent(const AppendArguments& args, std::int64_t index, int lane) {
+  constexpr int columns = 2 * vector_elements;
+  const AppendParams& params = args.params;
+  const ScaleView& view = params.v_scale;
+  const auto [row, head] = split_index(args.heads_k, index);
+  const RowPlace place =
+      find_row(params.sequences.cu_seqlens_k_new, params.shape.batch_size, args.seqlen_k_new, row);
+  if (place.sequence < 0) return;
+  const int used = used_keys(params, place.sequence);
+  const KeyPlace target = find_cache_row(args, place.sequence, used, used + place.position);
+  if (!target.exists()) return;
+  const int column = min(lane * columns, params.shape.head_dim_v - columns);
+  const NewRow<Element, vector_elements> part(
+      args, row_of<const Element>(params.v_new, place.batch, place.row, head) + column,
+      {.columns = columns}, 0);
+  float scale = scale_of_head(view, place.sequence, head);
+  if (view.per_token) {
+    float* own = scale_of_token(view, target, head) +
+                 offset_of(column >> view.group_shift, view.group_stride);
+    if (params.quantizes_tokens) {
+      constexpr int columns_shift = 4;
+      const float largest = part.largest_of_lane();
+      const int lanes_shift = min(5, view.group_shift - columns_shift);
+      scale = scale_of_largest(largest_of_lanes<Element>({largest, largest}, lanes_shift).x);
+      const bool is_first = (lane & ((1 << lanes_shift) - 1)) == 0;
+      if (is_first && lane * columns == column) *own = scale;
+    } else {
+      scale = *own;
+    }
+  }
+  if (lane * columns == column)
+    part.store(cache_row_of(params.v_cache, target, head) + column, scale);
+}
+
 template <class Element, int kPairs>
 __device__ void rotate_query_pairs(const AppendArguments& args, std::int64_t index, int lane) {
   using Pairs = RowPairs<Element, kPairs>;

@@ -1,5 +1,6 @@
 // A warp's own copies of keys and values, slice by slice, from wherever their rows lie (cp.async,
-// 16 bytes a thread; element by element where rows are not aligned).
+// 16 bytes a thread; element by element where rows are not aligned, and through registers where
+// latent values are of e4m3).
 #pragma once
 
 #include "shared/sequence/key_list.h"
@@ -23,6 +24,7 @@ class SliceLoader {
         rows(KeyRows::of(args.params.paged, work.sequence)),
         span(span),
         head(work.head),
+        sequence(work.sequence.index),
         k_column(part * Traits::key_columns),
         v_column(part * Traits::value_columns),
         lane(lane),
@@ -31,7 +33,8 @@ class SliceLoader {
         k_begin(row_pointer<const Cached>(params.k, 0, head, lane_row) + k_column + lane_column),
         v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + v_column + lane_column),
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
-        has_consecutive_rows(has_vector_rows && are_consecutive(rows, span.origin) &&
+        has_consecutive_rows(has_vector_rows && !converts() &&
+                             are_consecutive(rows, span.origin) &&
                              !(Traits::is_latent && list.entries != nullptr)),
         list(list) {}
 
@@ -99,6 +102,8 @@ class SliceLoader {
       if (has_key(key_begin)) next = rows.look_up(key_begin + lane);
     }
   }
+  // Whether values are of e4m3 beside keys that are not.
+  CUTE_DEVICE bool converts() const { return Traits::is_latent && params.e4m3_latent; }
 
   // The scale of this lane's key, and of its values; 0 where none is.
   CUTE_DEVICE void copy_scales(KeyPlace const& place, float* scales) const {
@@ -195,6 +200,11 @@ class SliceLoader {
     if constexpr (Traits::is_e4m3) {
       copy_vectors(stage, k_offset, v_offset);
       copy_scales(k_offset == none ? KeyPlace{} : place, scales);
+    } else if (converts()) {
+      if constexpr (Traits::is_latent) {
+        copy_vectors</*kHasValues=*/false>(stage, k_offset, v_offset);
+        convert_values(stage + Traits::key_elements, v_offset, place);
+      }
     } else if (has_vector_rows) {
       copy_vectors(stage, k_offset, v_offset);
     } else {
@@ -202,6 +212,7 @@ class SliceLoader {
     }
   }
 
+  template <bool kHasValues = true>
   CUTE_DEVICE void copy_vectors(Cached* stage, std::int64_t k_offset, std::int64_t v_offset) const {
     const auto* k_data = static_cast<const Cached*>(params.k.data) + k_column + lane_column;
     const auto* v_data = static_cast<const Cached*>(params.v.data) + v_column + lane_column;
@@ -217,7 +228,56 @@ class SliceLoader {
         Cached* target = first + distance(0, column);
         if (column < Traits::key_columns)
           copy_vector(k_data + k_row + column, column < columns, target);
-        copy_vector(v_data + v_row + column, column < columns_v, target + Traits::key_elements);
+        if constexpr (kHasValues)
+          copy_vector(v_data + v_row + column, column < columns_v, target + Traits::key_elements);
+      }
+    }
+  }
+
+  // Values of e4m3 times their scales, rounded once. 16 columns of a row are a lane's at a time.
+  // place: of this lane's key, if it exists.
+  CUTE_DEVICE void convert_values(Cached* target, std::int64_t v_offset, KeyPlace place) const {
+    using Element = typename Traits::Element;
+    constexpr int columns = 16;
+    constexpr int lanes_per_row = Traits::value_columns / columns;
+    constexpr int rows_at_once = 32 / lanes_per_row;
+    constexpr int loads = 4;  // under way
+    static_assert(32 % lanes_per_row == 0 && slice % (loads * rows_at_once) == 0);
+    const auto scales = LatentScales::of(params.scales.v, sequence, head);
+    const std::int64_t scale_offset = v_offset < 0 ? 0 : scales.offset(place.batch, place.row);
+    const int column = lane % lanes_per_row * columns;
+    const bool has_column = column < params.shape.head_dim_v - v_column;
+    const auto* data = static_cast<const std::uint8_t*>(params.v.data) + v_column + column;
+    auto tile = smem_tile<typename Traits::ValueLayout>(target);
+#pragma unroll 1
+    for (int first = lane / lanes_per_row; first < slice; first += loads * rows_at_once) {
+      uint4 codes[loads];
+      float factors[loads];
+      CUTE_UNROLL
+      for (int i = 0; i < loads; ++i) {
+        const int row = first + i * rows_at_once;
+        const std::int64_t begin = __shfl_sync(0xffffffffu, v_offset, row);
+        const std::int64_t of_row = __shfl_sync(0xffffffffu, scale_offset, row);
+        const bool exists = begin >= 0 && has_column;
+        codes[i] = exists ? *reinterpret_cast<const uint4*>(data + begin) : uint4{};
+        factors[i] = exists ? scales.at(of_row, v_column + column) : 0.0f;
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < loads; ++i) {
+        const int row = first + i * rows_at_once;
+        const std::uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
+        std::uint32_t pairs[8];
+        CUTE_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          const auto code = static_cast<std::uint16_t>(words[j / 2] >> 16 * (j % 2));
+          const float2 values = __half22float2(half2_of_e4m3(code));
+          pairs[j] = pair_of<Element>({values.x * factors[i], values.y * factors[i]});
+        }
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          *reinterpret_cast<uint4*>(&tile(row, column + 8 * half)) = {
+              pairs[4 * half], pairs[4 * half + 1], pairs[4 * half + 2], pairs[4 * half + 3]};
+        }
       }
     }
   }
@@ -259,6 +319,7 @@ class SliceLoader {
   const KeyRows rows;
   const KeySpan span;
   const int head;
+  const int sequence;
   const int k_column;  // of the tensors, the warp's first
   const int v_column;
   const int lane;
