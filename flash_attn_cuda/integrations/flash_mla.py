@@ -1,8 +1,7 @@
 """FlashMLA's module flash_mla: its names, parameters, order, defaults, results.
 
 The signatures are those of flash_mla/flash_mla_interface.py in deepseek-ai/FlashMLA (commit
-02fe0d0). Chosen keys are of 16 bits here, and indices beyond the rows that there are count as -1;
-caches of FP8 are a NotImplementedError that names the argument.
+02fe0d0). Indices beyond the rows that there are count as -1 here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.tensors import check_shapes, check_tensor
+from ..call.latent import V32_ROWS, latent_views
+from ..call.tensors import CUDA_DTYPES, check_dtype, check_shapes, check_tensor
 from ..functions.kvcache import flash_attn_with_kvcache
 from .names import refused_names
 from .sequences import REFUSALS, refuse_given, renamed
@@ -41,6 +41,7 @@ __getattr__ = refused_names(
 
 _NOT_ROTARY = 8  # columns of zeros for queries without rotary ones
 _OURS = {"v_cache": "k_cache", "qv": "q", "key_lists": "indices"}
+_OF_FP8 = " with is_fp8_kvcache"
 
 
 @dataclass
@@ -82,7 +83,8 @@ def flash_mla_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), of fp16 or bf16.
         k_cache: (num_pages, page_size, heads_k, head_dim), of q's dtype and any page_size, with any
-            strides but that of its columns.
+            strides but that of its columns. With is_fp8_kvcache (num_pages, page_size, heads_k,
+            656), rows of bytes (flash_attn_cuda.latent_views) of uint8, int8 or float8_e4m3fn.
         block_table: (batch, max_pages), int32; not read with indices.
         cache_seqlens: (batch,), int32; not read with indices.
         head_dim_v: up to head_dim: columns that are values.
@@ -101,14 +103,10 @@ def flash_mla_with_kvcache(
 
     Raises:
         As flash_attn_cuda.flash_attn_with_kvcache. ValueError: head_dim_v is not from 1 to
-        head_dim; there are indices, and causal. NotImplementedError: is_fp8_kvcache,
-        extra_k_cache, extra_indices_in_kvcache or extra_topk_length; attn_sink or topk_length
-        without indices.
+        head_dim, or with is_fp8_kvcache head dims are not 576 and 512; there are indices, and
+        causal. NotImplementedError: extra_k_cache, extra_indices_in_kvcache or extra_topk_length;
+        attn_sink or topk_length without indices.
     """
-    if is_fp8_kvcache:
-        raise NotImplementedError(
-            "is_fp8_kvcache: must be False, as caches of FP8 are not implemented, got True"
-        )
     refuse_given(
         "keys are chosen from one cache",
         extra_k_cache=extra_k_cache,
@@ -127,15 +125,21 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if causal:
             raise ValueError("causal: must be False with indices, got True")
-        return _over_pages(q, k_cache, head_dim_v, scale, indices, attn_sink, topk_length)
+        lists = indices, topk_length, attn_sink
+        return _over_pages(q, k_cache, head_dim_v, scale, is_fp8_kvcache, *lists)
     # Where nothing is rotary, a value is its key.
     has_rotary = head_dim_v < head_dim
     queries, keys = (x[..., head_dim_v if has_rotary else 0 :] for x in (q, k_cache))
+    values: Tensor = k_cache[..., :head_dim_v]
+    v_descale = None
+    if is_fp8_kvcache:
+        keys, values, v_descale = _views_of(q, k_cache, head_dim_v)
     try:
         out, lse = flash_attn_with_kvcache(
             queries,
             keys,
-            k_cache[..., :head_dim_v],
+            values,
+            v_descale=v_descale,
             qv=q[..., :head_dim_v] if has_rotary else None,
             cache_seqlens=cache_seqlens,
             block_table=block_table,
@@ -146,6 +150,20 @@ def flash_mla_with_kvcache(
     except REFUSALS as error:
         raise renamed(error, _OURS) from error
     return out, _of_flash_mla(lse)
+
+
+def _views_of(q: Tensor, k_cache: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and scales of rows of bytes."""
+    latent, rotary = V32_ROWS.latent_dim, V32_ROWS.rotary_dim
+    check_dtype("q", q.dtype, CUDA_DTYPES, _OF_FP8)
+    if q.shape[-1] != latent + rotary:
+        raise ValueError(f"q: last dimension must be {latent + rotary}{_OF_FP8}, got {q.shape[-1]}")
+    if head_dim_v != latent:
+        raise ValueError(f"head_dim_v: must be {latent}{_OF_FP8}, got {head_dim_v}")
+    try:
+        return latent_views(k_cache, dtype=q.dtype)
+    except REFUSALS as error:
+        raise renamed(error, {"cache": "k_cache"}) from error
 
 
 def flash_mla_sparse_fwd(
@@ -200,9 +218,10 @@ def _over_pages(
     k_cache: Tensor,
     head_dim_v: int,
     scale: float,
+    is_fp8: bool,
     indices: Tensor,
-    attn_sink: Any,
     topk_length: Any,
+    attn_sink: Any,
 ) -> tuple[Tensor, Tensor]:
     """flash_mla_with_kvcache with indices: its queries as those of one sequence, the pool."""
     _check_dims(4, q=q, k_cache=k_cache)
@@ -213,7 +232,7 @@ def _over_pages(
     lists = _lists(indices, k_cache.shape[0] * k_cache.shape[1], topk_length, shape[0])
     lists = lists[:, :, None].flatten(0, 1)
     try:
-        out, lse = _over_lists(q.flatten(0, 1), pool, table, lists, head_dim_v, scale)
+        out, lse = _over_lists(q.flatten(0, 1), pool, table, lists, head_dim_v, scale, is_fp8)
     except REFUSALS as error:
         raise renamed(error, _OURS) from error
     out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
@@ -261,11 +280,16 @@ def _over_lists(
     lists: Tensor,
     head_dim_v: int,
     softmax_scale: float,
+    is_fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse (heads_q, queries)) of queries (queries, heads_q, head_dim) of one
     sequence, each with its lists (queries, heads_k, n).
     """
-    if head_dim_v < q.shape[-1]:
+    values, v_descale = keys[..., :head_dim_v], None
+    if is_fp8:
+        rotary = q[..., head_dim_v:]
+        of_keys, values, v_descale = _views_of(q, keys, head_dim_v)
+    elif head_dim_v < q.shape[-1]:
         rotary, of_keys = (x[..., head_dim_v:] for x in (q, keys))
     else:  # the product of nothing, which takes a few columns
         rotary = q.new_zeros((*q.shape[:-1], min(_NOT_ROTARY, head_dim_v)))
@@ -273,7 +297,8 @@ def _over_lists(
     out, lse = flash_attn_with_kvcache(
         rotary[None],
         of_keys,
-        keys[..., :head_dim_v],
+        values,
+        v_descale=v_descale,
         qv=q[None, ..., :head_dim_v],
         block_table=block_table,
         softmax_scale=softmax_scale,

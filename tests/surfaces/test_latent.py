@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_cuda import (
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    latent_views,
+    quantize_latent,
+)
 from flash_attn_cuda.integrations import flash_attention_3 as fa3
 from flash_attn_cuda.integrations import flash_mla, vllm
 from flash_attn_cuda.integrations.flashinfer_mla import BatchMLAPagedAttentionWrapper
@@ -94,10 +99,54 @@ def test_flash_mla(options: dict[str, Any]) -> None:
     assert torch.equal(found[0], lse[0])
 
 
-@pytest.mark.parametrize("name", ["attn_sink", "extra_k_cache", "topk_length", "is_fp8_kvcache"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_flash_mla_over_rows_of_fp8(dtype: torch.dtype) -> None:
+    """Of a cache in which pages lie apart."""
+    latent, rotary, q = normal(4, 5, 1, 512), normal(4, 5, 1, 64), normal(2, 3, 4, 576)
+    pages = quantize_latent(latent, rotary)[:, :4]
+    keys, values, scales = latent_views(pages)
+    rope, nope = split(q, 512)
+    options: dict[str, Any] = {"block_table": TABLE, "cache_seqlens": USED, "causal": True}
+    expected = flash_attn_with_kvcache(
+        rope, keys, values, qv=nope, v_descale=scales, softmax_scale=0.1, **options
+    )
+    given: dict[str, Any] = {"softmax_scale": 0.1, "causal": True, "is_fp8_kvcache": True}
+
+    def run(q: Tensor, pages: Tensor, head_dim_v: int = 512) -> Tensor:
+        return flash_mla.flash_mla_with_kvcache(q, pages, TABLE, USED, head_dim_v, None, **given)[0]
+
+    assert torch.equal(run(q, pages.view(dtype)), expected)
+    with pytest.raises(
+        ValueError, match=r"^k_cache: must have shape .*, 656\), got \(4, 4, 1, 640"
+    ):
+        run(q, pages[..., :640])
+    with pytest.raises(ValueError, match=r"^head_dim_v: must be 512 with is_fp8_kvcache, got 256"):
+        run(q, pages, 256)
+    with pytest.raises(ValueError, match=r"^q: last dimension must be 576 with is_fp8_kvcache"):
+        run(normal(2, 3, 4, 640), pages)
+    with pytest.raises(TypeError, match=r"^q: dtype must be one of float16, bfloat16 with is_fp8"):
+        run(q.float(), pages)
+
+
+def test_chosen_rows_of_fp8() -> None:
+    """The bits of our own call, over the pool as one sequence."""
+    pages, q = quantize_latent(normal(5, 4, 1, 512), normal(5, 4, 1, 64)), normal(2, 3, 4, 576)
+    indices = torch.randint(-1, 20, (2, 3, 9), dtype=torch.int32)
+    out, _ = flash_mla.flash_mla_with_kvcache(
+        q, pages, None, None, 512, None, softmax_scale=0.1, is_fp8_kvcache=True, indices=indices
+    )
+    keys, values, scales = latent_views(pages.flatten(0, 1)[None])
+    (rope, nope), lists = split(q.flatten(0, 1)[None], 512), indices.view(1, 6, 1, 9)
+    expected = flash_attn_with_kvcache(
+        rope, keys, values, qv=nope, v_descale=scales, softmax_scale=0.1, key_lists=lists
+    )
+    assert torch.equal(out.flatten(0, 1), expected[0])
+
+
+@pytest.mark.parametrize("name", ["attn_sink", "extra_k_cache", "topk_length"])
 def test_what_flash_mla_refuses(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}: must be"):
-        mla(**{name: USED if name != "is_fp8_kvcache" else True})
+        mla(**{name: USED})
     with pytest.raises(NotImplementedError, match=r"^indexer_topk: must be 0, .*, got 512"):
         flash_mla.flash_mla_sparse_fwd(USED, USED, USED, 1.0, indexer_topk=512)
 
