@@ -101,7 +101,7 @@ struct LatentScales {
     return batch * batch_stride + row * row_stride;
   }
   // Of a column of the row at an offset.
-  CUTE_DEVICE float at(std::int64_t offset, int column) const {
+  CUTE_DEVICE float const& at(std::int64_t offset, int column) const {
     return data[offset + std::int64_t{column >> group_shift} * group_stride];
   }
 };

@@ -33,8 +33,7 @@ class SliceLoader {
         k_begin(row_pointer<const Cached>(params.k, 0, head, lane_row) + k_column + lane_column),
         v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + v_column + lane_column),
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
-        has_consecutive_rows(has_vector_rows && !converts() &&
-                             are_consecutive(rows, span.origin) &&
+        has_consecutive_rows(has_vector_rows && !converts() && are_consecutive(rows, span.origin) &&
                              !(Traits::is_latent && list.entries != nullptr)),
         list(list) {}
 

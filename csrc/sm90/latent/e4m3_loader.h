@@ -36,23 +36,20 @@ struct E4m3Loader {
   struct Source {
     const Element* rotary;
     const std::uint8_t* latent;
-    const float* scales;  // null: 1
+    LatentScales scales;
+    std::int64_t scale;  // the row's first
     bool exists;
   };
   CUTE_DEVICE Source source_of(LatentItem const& item, KeyPlace const& place) const {
     ForwardParams const& params = args.params;
     const int head = item.work.head;
-    ScaleView const& view = params.scales.v;
-    Source source{static_cast<const Element*>(params.k.data),
-                  static_cast<const std::uint8_t*>(params.v.data), view.data, place.exists()};
+    Source source{
+        static_cast<const Element*>(params.k.data), static_cast<const std::uint8_t*>(params.v.data),
+        LatentScales::of(params.scales.v, item.work.sequence.index, head), 0, place.exists()};
     if (!source.exists) return source;
     source.rotary += place.offset(params.k, head) + column;
     source.latent += place.offset(params.v, head) + column;
-    if (view.data != nullptr)
-      source.scales +=
-          head * view.head_stride +
-          (view.per_token ? place.batch * view.batch_stride + place.row * view.row_stride
-                          : item.work.sequence.index * view.batch_stride);
+    source.scale = source.scales.offset(place.batch, place.row);
     return source;
   }
 
@@ -76,18 +73,13 @@ struct E4m3Loader {
     for (int i = 0; i < 2; ++i)
       copy(source.rotary + chunk * i, source.exists && column + chunk * i < params.shape.head_dim,
            staged.rotary[i][thread]);
-    ScaleView const& view = params.scales.v;
     CUTE_UNROLL
     for (int i = 0; i < scales; ++i) {
       const int first = (lane % lanes_per_row * scales + i) * Traits::piece_columns;
       const bool is_there = source.exists && first < params.shape.head_dim_v;
-      float& target = staged.scales[i][thread];
-      if (source.scales == nullptr) {
-        target = 1.0f;
-      } else {
-        const std::int64_t group = is_there ? (first >> view.group_shift) * view.group_stride : 0;
-        SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(source.scales[group], target, is_there);
-      }
+      const float* scale = source.scales.data;
+      if (is_there) scale = &source.scales.at(source.scale, first);
+      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(*scale, staged.scales[i][thread], is_there);
     }
     cp_async_fence();
   }

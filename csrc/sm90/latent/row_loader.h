@@ -1,45 +1,10 @@
 // Loads of keys wherever their rows lie: those of a list, or in pages that no box of TMA fits.
 #pragma once
 
+#include "shared/sequence/key_list.h"
 #include "sm90/latent/producer.h"
 
 namespace flash_attn_cuda::sm90 {
-
-// The keys of a tile's blocks, one after the other or by the list of its query.
-struct KeySource {
-  const int* list;  // null: key after key
-  int count;
-  int low, high;  // keys that are visible: [low, high)
-
-  template <class Traits>
-  CUTE_DEVICE static KeySource of(LatentArguments const& args, TileWork const& work) {
-    ForwardParams const& params = args.params;
-    Sequence const& sequence = work.sequence;
-    KeySource source{nullptr, sequence.seqlen_k, 0, sequence.seqlen_k};
-    if (!has_key_lists(params)) return source;
-    const int query = latent_row<Traits>(args, work, 0).query;
-    source.list = static_cast<const int*>(params.key_lists.data) +
-                  output_offset(params.key_lists, sequence, work.head, query);
-    source.count = query < sequence.seqlen_q ? params.keys_per_list : 0;
-    Window const& window = params.window;
-    const int centre = query + sequence.shift;
-    if (window.left != Window::unbounded) source.low = max(0, centre - window.left);
-    if (window.right != Window::unbounded)
-      source.high = min(source.high, centre + window.right + 1);
-    return source;
-  }
-  // What is at a place; negative: nothing.
-  CUTE_DEVICE int ask(int place) const {
-    if (place >= count) return -1;
-    return list == nullptr ? place : list[place];
-  }
-  // The key that ask() has given, or -1.
-  CUTE_DEVICE int checked(int key, Sequence const& sequence, DeviceErrors* errors) const {
-    if (key >= sequence.seqlen_k)
-      report(errors, DeviceCheck::key_lists, sequence.index, key, sequence.seqlen_k - 1);
-    return key >= low && key < high ? key : -1;
-  }
-};
 
 // visit(item, place) for each block of the CTA's, by a whole warp: each lane has one of a block's
 // rows, whose place it is.
@@ -51,20 +16,26 @@ CUTE_DEVICE void for_each_block(LatentArguments const& args, typename Traits::Sh
   for_each_item<Traits>(smem, [&](LatentItem const& item) {
     Sequence const& sequence = item.work.sequence;
     const KeyRows rows = KeyRows::of(params.paged, sequence, page_size);
-    const auto keys = KeySource::of<Traits>(args, item.work);
+    const auto list =
+        KeyList::of(params, sequence, latent_row<Traits>(args, item.work, 0).query, item.work.head);
+    const bool has_list = has_key_lists(params);
+    const int count = has_list ? list.count : sequence.seqlen_k;
     const int end = item.range.end;
     const auto ask = [&](int block) {
-      return block < end ? keys.ask(block * Traits::block_n + row) : -1;
+      const int index = block * Traits::block_n + row;
+      if (block >= end || index >= count) return KeyList::none;
+      return has_list ? list.entries[index] : index;
     };
+    const auto checked = [&](int key) { return has_list ? list.key_of(key, params.errors) : key; };
     const auto look_up = [&](int key) { return key < 0 ? KeyPlace{} : rows.look_up(key); };
     // A list is asked two blocks ahead, the block table one block.
-    int key = keys.checked(ask(item.range.begin), sequence, params.errors);
+    int key = checked(ask(item.range.begin));
     int next_key = ask(item.range.begin + 1);
     KeyPlace place = look_up(key);
     CUTE_NO_UNROLL
     for (int block = item.range.begin; block < end; ++block) {
       const KeyPlace here = key < 0 ? KeyPlace{} : rows.checked(place, params.errors);
-      key = keys.checked(next_key, sequence, params.errors);
+      key = checked(next_key);
       place = look_up(key);
       next_key = ask(block + 2);
       visit(item, here);
