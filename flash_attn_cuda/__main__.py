@@ -101,6 +101,7 @@ def explain_call(given: argparse.Namespace) -> int:
         "bias": given.bias,
         "e4m3": given.e4m3,
         "qv": given.qv,
+        "keys_per_list": given.keys_per_list,
     }
     serving = {
         "page_size": given.page_size,
@@ -180,6 +181,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     call.add_argument("--cache", action="store_true", help="attention over a KV cache")
     call.add_argument("--e4m3", action="store_true", help="keys and values of that dtype")
     call.add_argument("--qv", action="store_true", help="scores of qv and the values as well")
+    call.add_argument("--keys-per-list", type=int, default=0, help="with --qv: of key_lists")
     call.add_argument("--page-size", type=_int32, default=0, help="of a paged cache (0: not paged)")
     call.add_argument(
         "--num-splits",

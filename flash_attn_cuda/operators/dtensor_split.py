@@ -93,7 +93,7 @@ class Split:
     def placements(self, name: str) -> tuple[Placement, ...]:
         """Of an argument as a rank's shard of the call reads it."""
         wanted = self.placements_of(self._layouts[name])
-        if name not in (*_KEYS, *SCALES, "dk", "dv", "tk", "tv"):
+        if name not in (*_KEYS, *SCALES, "key_lists", "dk", "dv", "tk", "tv"):
             return wanted
         return tuple(
             Replicate() if cut == HEADS and not is_cut else placement

@@ -62,6 +62,7 @@ def call_of_shapes(
     lengths_on_device: bool = False,
     e4m3: bool = False,
     qv: bool = False,
+    keys_per_list: int = 0,
     **options: Any,
 ) -> AttentionCall:
     """A call with tensors of these shapes and no memory; `options` are numbers of an AttentionCall.
@@ -69,6 +70,7 @@ def call_of_shapes(
     packed: seqlen_q and seqlen_k are totals. page_size 0: not paged; else, as with
     lengths_on_device, the call is over a cache, of seqlen_k rows a sequence, unless it is packed.
     e4m3: keys and values are of that dtype. qv: there is one, and a scale, whatever it is.
+    keys_per_list 0: without key_lists.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be 'fp16' or 'bf16', got {dtype!r}")
@@ -110,6 +112,8 @@ def call_of_shapes(
         given["qv"] = tensor(*rows_q, num_heads_q, head_dim_v)
         if given.get("softmax_scale") is None:
             given["softmax_scale"] = 1.0
+    if keys_per_list > 0:
+        given["key_lists"] = integers(*rows_q, num_heads_k, keys_per_list)
     if bias:
         given["bias"] = tensor(1, num_heads_q, seqlen_q, seqlen_k)
     of_keys = torch.float8_e4m3fn if e4m3 else DTYPES[dtype]

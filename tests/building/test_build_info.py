@@ -203,8 +203,10 @@ def test_compiled_rows_and_explain(
     assert "backward" not in capsys.readouterr().out
     assert main(["--explain", "--cache", "--e4m3"]) == 0
     assert {calls[-1].k.dtype, calls[-1].v.dtype} == {torch.float8_e4m3fn}
-    assert main(["--explain", "--packed", "--qv", "--head-dim-v", "512"]) == 0
+    latent = ["--explain", "--packed", "--qv", "--head-dim-v", "512"]
+    assert main([*latent, "--keys-per-list", "9"]) == 0
     assert calls[-1].qv.shape == (*calls[-1].q.shape[:2], 512)
+    assert calls[-1].key_lists.shape == (len(calls[-1].q), calls[-1].k.shape[1], 9)
     assert "backward" not in capsys.readouterr().out
     for over_cache in (["--cache"], ["--page-size", "64"]):
         main(["--explain", *over_cache])

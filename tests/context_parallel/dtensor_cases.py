@@ -252,6 +252,28 @@ def over_pages() -> None:
     close(flash_attn_varlen_func(flat, *sharded, *packed, **paged), wanted.flatten(0, 1), "packed")
 
 
+def over_lists() -> None:
+    """Latent attention over pages that every rank has, by lists: plain tensors, or DTensors."""
+    mesh = line_of_ranks()
+    torch.manual_seed(3)
+    table = torch.tensor([[6, 1], [0, 3], [2, 5]], dtype=torch.int32)
+    lengths = torch.tensor([8, 3, 5], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "block_table": table, "softmax_scale": 0.3}
+    for heads_k in (1, 2):
+        q, qv = (torch.randn(3, 2, 4, HEAD_DIM, dtype=torch.float64) for _ in "qv")
+        pages = [torch.randn(7, 4, heads_k, HEAD_DIM, dtype=torch.float64) for _ in "kv"]
+        parts = [_shard(x, mesh, REPLICATED) for x in pages]
+        lists = torch.randint(-1, 3, (3, 2, heads_k, 5), dtype=torch.int32)
+        wanted = flash_attn_with_kvcache(q, *pages, qv=qv, key_lists=lists, **options)
+        for at, lists_at in ((2, None), (0, Shard(0)), (0, None), (2, REPLICATED)):
+            queries = [_shard(x, mesh, Shard(at)) for x in (q, qv)]
+            given = lists if lists_at is None else _shard(lists, mesh, lists_at)
+            found = flash_attn_with_kvcache(
+                queries[0], *parts, qv=queries[1], key_lists=given, **options
+            )
+            close(found, wanted, f"{heads_k} key heads, {at}, {lists_at}")
+
+
 def over_e4m3() -> None:
     """Caches and pages of e4m3, whose scales are plain tensors of the whole, or DTensors."""
     mesh, rank = line_of_ranks(), torch.distributed.get_rank()

@@ -73,6 +73,7 @@ def test_cache(two: Ranks) -> None:
 
 def test_pages(two: Ranks) -> None:
     two.run(cases.over_pages)
+    two.run(cases.over_lists)
 
 
 def test_caches_of_e4m3(two: Ranks) -> None:

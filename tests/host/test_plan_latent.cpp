@@ -55,12 +55,19 @@ TEST(hopper_gpus_have_latent_rows_by_the_rows_of_a_sequence) {
   CHECK_EQ(row(latent_call(1, 16), softcap), "sm90_hd64_dv512_rows16");
 }
 
-TEST(what_tma_cannot_load_decodes) {
+TEST(keys_in_no_boxes_are_copied_row_by_row_and_what_has_no_vectors_decodes) {
   const AttentionShape shape = latent_call(1, 16);
-  CHECK_EQ(row(shape, pages(1)), decode_row);
-  CHECK_EQ(row(shape, pages(20)), decode_row);
   const auto padded = [](ForwardParams& params) { params.sequences.leftpad_k = &some_int; };
-  CHECK_EQ(row(shape, both(pages(64), padded)), decode_row);
+  const auto listed = [](ForwardParams& params) { params.keys_per_list = 64; };
+  for (const auto& rows : {pages(1), pages(20)}) {
+    const auto odd = [](ForwardParams& params) { params.v.row_stride += 4; };
+    CHECK_EQ(row(shape, rows), "sm90_hd64_dv512_rows16");
+    CHECK_EQ(row(shape, both(rows, odd)), decode_row);
+  }
+  CHECK_EQ(row(shape, both(pages(64), padded)), "sm90_hd64_dv512_rows16");
+  CHECK_EQ(row(latent_call(3, 16), listed), "sm90_hd64_dv512_rows16");
+  const auto far_apart = [](ForwardParams& params) { params.k.batch_stride = std::int64_t{1} << 33; };
+  CHECK_EQ(row(shape, both(pages(20), far_apart)), decode_row);
   const auto with_odd_rows = [](TensorView ForwardParams::* view) {
     return [=](ForwardParams& params) { (params.*view).row_stride += 1; };
   };
@@ -72,15 +79,17 @@ TEST(what_tma_cannot_load_decodes) {
   }
 }
 
-TEST(values_of_e4m3_decode) {
+TEST(values_of_e4m3_have_rows_that_convert) {
   const auto of_e4m3 = [](ForwardParams& params) {
     params.e4m3_latent = true;
     params.v.row_stride = 656;  // in bytes, as keys' in 16 bits
     params.k.row_stride = 656 / 2;
   };
   const ForwardPlan plan = planned(latent_call(1, 16), both(pages(64), of_e4m3));
-  CHECK_EQ(std::string(plan.instance->name), decode_row);
+  CHECK_EQ(std::string(plan.instance->name), "sm90_hd64_dv512_rows16_e4m3");
   CHECK(plan.has_vector_rows);
+  CHECK_EQ(row(latent_call(4, 16), of_e4m3), "sm90_hd64_dv512_rows32_e4m3");
+  CHECK_EQ(row(latent_call(1, 16), of_e4m3, a100), decode_row);
   const auto with_odd_keys = [](ForwardParams& params) { params.k.row_stride += 4; };
   CHECK_ERROR(planned(latent_call(1, 16), both(of_e4m3, with_odd_keys)), "whole 16 bytes");
 }
@@ -94,13 +103,13 @@ TEST(other_gpus_decode_by_their_shared_memory) {
 
 TEST(partial_results_have_the_latent_columns_and_pairs_of_warps_their_own_keys) {
   const auto in_parts = [](int num_splits) {
-    return both(pages(1), [=](ForwardParams& params) { params.split.num_splits = num_splits; });
+    return [=](ForwardParams& params) { params.split.num_splits = num_splits; };
   };
   const AttentionShape shape = latent_call(1, 16);
-  const ForwardPlan plan = planned(shape, in_parts(7));
+  const ForwardPlan plan = planned(shape, in_parts(7), a100);
   CHECK_EQ(plan.num_splits, 7);
   CHECK(plan.workspace_bytes >= sizeof(float) * 4 * 16 * 7 * (512 + 1));
-  CHECK_EQ(planned(shape, in_parts(100000)).num_splits, 8192 / (2 * 16));
+  CHECK_EQ(planned(shape, in_parts(100000), a100).num_splits, 8192 / (2 * 16));
 }
 
 TEST(lists_give_every_query_tiles_of_its_own_and_splits_count_their_entries) {
