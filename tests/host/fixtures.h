@@ -263,6 +263,8 @@ inline const InstanceList<ForwardInstance>& sm90_forward_table() {
         latent_instance("sm90_hd64_dv512_rows16", 16),
         latent_instance("sm90_hd64_dv512_rows32", 32),
         latent_instance("sm90_hd64_dv512_rows64", 64),
+        e4m3_instance(latent_instance("sm90_hd64_dv512_rows16_e4m3", 16)),
+        e4m3_instance(latent_instance("sm90_hd64_dv512_rows32_e4m3", 32)),
     };
     const std::vector<ForwardInstance> others = complete_forward_rows();
     rows.insert(rows.end(), others.begin(), others.end());

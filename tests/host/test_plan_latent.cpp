@@ -66,7 +66,9 @@ TEST(keys_in_no_boxes_are_copied_row_by_row_and_what_has_no_vectors_decodes) {
   }
   CHECK_EQ(row(shape, both(pages(64), padded)), "sm90_hd64_dv512_rows16");
   CHECK_EQ(row(latent_call(3, 16), listed), "sm90_hd64_dv512_rows16");
-  const auto far_apart = [](ForwardParams& params) { params.k.batch_stride = std::int64_t{1} << 33; };
+  const auto far_apart = [](ForwardParams& params) {
+    params.k.batch_stride = std::int64_t{1} << 33;
+  };
   CHECK_EQ(row(shape, both(pages(20), far_apart)), decode_row);
   const auto with_odd_rows = [](TensorView ForwardParams::* view) {
     return [=](ForwardParams& params) { (params.*view).row_stride += 1; };
