@@ -96,6 +96,7 @@ def fp8_cache_reference(
     *,
     q_descale: Tensor | None = None,
     qv: Tensor | None = None,
+    key_lists: Tensor | None = None,
     quantize: str | None = None,
     rotary_interleaved: bool = True,
     cu_seqlens_q: Tensor | None = None,
@@ -183,6 +184,7 @@ def fp8_cache_reference(
     lengths_now = torch.tensor(lengths, dtype=torch.int32, device=q.device)
     given = {"cache_seqlens": lengths_now, "cache_leftpad": cache_leftpad}
     given |= {"cu_seqlens_q": cu_seqlens_q, "options": options, "qv": qv}
+    given["key_lists"] = key_lists
     expected = kvcache_reference(exact_q, dense["k"], dense["v"], **given).expected
     half = (x.to(q.dtype) for x in (exact_q, dense["k"], dense["v"]))
     naive = kvcache_reference(*half, **given).naive

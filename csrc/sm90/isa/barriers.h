@@ -91,7 +91,7 @@ enum class NamedBarrier : std::uint32_t {
   first_turn = 0,                 // forward, + w: warpgroup w may start its products
   first_output = most_consumers,  // + w: the buffer for its results is free; they are in there
   dq = 0,                         // backward: whose turn it is to add dQ has come
-  both = 0,                       // latent: both warpgroups' sums are there; they have been read
+  partner = 0,                    // latent, + w: warpgroup w of two has come here
 };
 // Beside those that CUTLASS keeps for itself.
 static_assert(2 * most_consumers + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount <= 16,
@@ -136,10 +136,13 @@ CUTE_DEVICE void sync_dq() {
                                     static_cast<std::uint32_t>(NamedBarrier::dq));
 }
 
-// All threads of two consumer warpgroups.
-CUTE_DEVICE void sync_both() {
-  cutlass::arch::NamedBarrier::sync(2 * warpgroup_threads,
-                                    static_cast<std::uint32_t>(NamedBarrier::both));
+// All threads of two consumer warpgroups, whose code is not the same: each comes to its own barrier
+// and waits at the other's.
+template <int kWarpgroup>
+CUTE_DEVICE void sync_with_partner() {
+  constexpr auto first = static_cast<std::uint32_t>(NamedBarrier::partner);
+  cutlass::arch::NamedBarrier::arrive(2 * warpgroup_threads, first + kWarpgroup);
+  cutlass::arch::NamedBarrier::sync(2 * warpgroup_threads, first + 1 - kWarpgroup);
 }
 
 // All threads of a consumer warpgroup, about its results, and about its Q where it converts that.
