@@ -1,13 +1,14 @@
 """Absorbed latent attention over a joined paged cache, in CUDA graphs, beside FlashAttention-3.
 
 As in benchmarks.suites.decode a graph holds many calls, each with other pages, so that every byte
-comes from memory: 576 columns of bf16 a key, of which the first 512 are the value.
+comes from memory: 576 columns of bf16 a key, of which the first 512 are the value, or a row of FP8.
+FlashAttention-3 has lists of keys as pages of one key each, and no rows of FP8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from benchmarks.suites.decode import GraphedGroup, NumberedCall, graph_of
 
 OURS, FA3 = "ours", "FlashAttention-3"
 ESTIMATE_FLOP_PER_MS = 4e11
+FP8_ROW_BYTES = 656
 
 COLUMNS = (
     Column("shape", "group"),
@@ -40,15 +42,23 @@ class LatentGroup(GraphedGroup):
     queries: int
     latent: int = 512
     rope: int = 64
-    page_size: int = 64
+    is_listed: bool = False  # keys are those of a list, anywhere
+    is_fp8: bool = False
     device: str = "cuda"
 
     def __str__(self) -> str:
-        return f"{self.heads} heads, B{self.batch} S{self.keys}, {self.queries} queries"
+        kinds = [name for name in ("listed", "fp8") if getattr(self, f"is_{name}")]
+        shape = f"{self.heads} heads, B{self.batch} S{self.keys}, {self.queries} queries"
+        return " ".join([shape, *kinds])
+
+    @property
+    def page_size(self) -> int:
+        return 1 if self.is_listed else 64
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.batch * self.keys * (self.latent + self.rope)
+        row = FP8_ROW_BYTES if self.is_fp8 else 2 * (self.latent + self.rope)
+        return self.batch * self.keys * row
 
     @property
     def flop(self) -> int:
@@ -65,7 +75,11 @@ def groups(device: str = "cuda", quick: bool = False) -> list[LatentGroup]:
     few += [(16, 128, 4096, 1), (16, 128, 4096, 2), (16, 64, 16_384, 1), (8, 32, 4096, 1)]
     many = [(32, 32, 4096, 1), (64, 32, 4096, 1), (128, 1, 8192, 1), (128, 1, 65_536, 1)]
     many += [(128, 32, 4096, 1), (128, 32, 4096, 2), (128, 128, 4096, 1), (128, 64, 16_384, 1)]
-    return [LatentGroup(*shape, device=device) for shape in (few[:1] if quick else few + many)]
+    dense = [LatentGroup(*shape, device=device) for shape in (few[:1] if quick else few + many)]
+    lists = [(8, 8, 2048, 1), (16, 8, 2048, 1), (16, 64, 2048, 1), (128, 256, 2048, 1)]
+    rest = [LatentGroup(*x, is_listed=True, device=device) for x in lists[: 1 if quick else None]]
+    kinds = [*dense[:1], *rest] if quick else [dense[i] for i in (0, 2, 6, 8)] + rest
+    return dense + rest + [replace(group, is_fp8=True) for group in kinds]
 
 
 class Inputs:
@@ -79,11 +93,18 @@ class Inputs:
         pages = group.copies * group.batch * group.keys // group.page_size
         rows = (group.batch, group.queries, group.heads)
         both = normal(pages, group.page_size, 1, group.latent + group.rope)
+        self.v_descale: torch.Tensor | None = None
         order = torch.randperm(pages, generator=generator, device=group.device).int()
         lengths = torch.full((group.batch,), group.keys, dtype=torch.int32, device=group.device)
         self.group = group
         self.q, self.qv = normal(*rows, group.rope), normal(*rows, group.latent)
         self.k, self.v = both[..., group.latent :], both[..., : group.latent]
+        if group.is_fp8:
+            from flash_attn_cuda import latent_views, quantize_latent
+
+            parts = zip(self.v.split(4096), self.k.split(4096), strict=True)
+            stored = torch.cat([quantize_latent(v, k) for v, k in parts])
+            self.k, self.v, self.v_descale = latent_views(stored)
         self.tables = order.view(group.copies, group.batch, -1)
         self.lengths = lengths
         self.scale = (128 + group.rope) ** -0.5
@@ -94,9 +115,17 @@ def ours(inputs: Inputs) -> NumberedCall:
 
     require_ours(inputs.group.device)
     x = inputs
+    if x.group.is_listed:
+        parts = (x.k, x.v, x.v_descale)
+        pool = [None if part is None else part.flatten(0, 1)[None] for part in parts]
+        entries = torch.zeros_like(x.lengths)
+        return lambda index: flash_attn_with_kvcache(
+            *(x.q, *pool[:2]), qv=x.qv, v_descale=pool[2], cache_batch_idx=entries,
+            key_lists=x.tables[index][:, None, None], softmax_scale=x.scale,
+        )  # fmt: skip
     return lambda index: flash_attn_with_kvcache(
-        *(x.q, x.k, x.v), qv=x.qv, cache_seqlens=x.lengths, block_table=x.tables[index],
-        softmax_scale=x.scale, causal=True,
+        *(x.q, x.k, x.v), qv=x.qv, v_descale=x.v_descale, cache_seqlens=x.lengths,
+        block_table=x.tables[index], softmax_scale=x.scale, causal=True,
     )  # fmt: skip
 
 
@@ -109,10 +138,9 @@ def fa3(inputs: Inputs) -> NumberedCall:
 
 def measure_group(group: LatentGroup, protocol: Protocol) -> Iterator[Row]:
     inputs = Inputs(group)
-    subjects = [
-        Subject(OURS, partial(graph_of, ours, inputs)),
-        Subject(FA3, partial(graph_of, fa3, inputs)),
-    ]
+    subjects = [Subject(OURS, partial(graph_of, ours, inputs))]
+    if not group.is_fp8:
+        subjects.append(Subject(FA3, partial(graph_of, fa3, inputs)))
     measured = measure(subjects, records=False, on_cuda=group.on_cuda, protocol=protocol)
     timings = [found.timing and found.timing.divided_by(group.calls) for found in measured]
     microseconds = [timing and timing.median_ms * 1e3 for timing in timings]
@@ -129,6 +157,6 @@ def measure_group(group: LatentGroup, protocol: Protocol) -> Iterator[Row]:
             "microseconds": us,
             "terabytes_per_second": quotient(group.kv_bytes / 1e6, us),
             "tflops": quotient(group.flop / 1e6, us),
-            "over_fa3": quotient(microseconds[1], us) if subject.name == OURS else None,
+            "over_fa3": quotient(microseconds[-1], us) if subject is not subjects[-1] else None,
             "targets": [],
         }
