@@ -122,6 +122,7 @@ struct ForwardPlan {
   Buffer<unsigned long long> item_tickets;  // decode: splits of all tiles that CTAs have taken
   Buffer<float> out_partial, lse_partial;
   TileSharing sharing = TileSharing::whole;  // latent
+  bool in_pairs = false;                     // latent: two CTAs have tiles of the same keys
   Buffer<PartsOfTile> parts_of_tiles;        // latent, unless tiles are whole
   std::size_t workspace_bytes = 0;
 };

@@ -6,6 +6,7 @@
 #include "host/normalize_window.h"
 #include "host/plan.h"
 #include "host/plan_steps.h"
+#include "host/tensor_map.h"
 #include "shared/schedule/packed_rows.h"
 #include "shared/sequence/splits.h"
 
@@ -131,12 +132,24 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   return schedule;
 }
 
+// Whether a tile's neighbour has the same keys, and a CTA loads half of them for two: of 64 rows,
+// where the tiles of every sequence are even in number and TMA loads keys.
+bool has_pairs_of_tiles(const ForwardParams& params, const ForwardPlan& plan) {
+  constexpr int rows = 64;
+  if (plan.instance->config.block_m != rows || params.e4m3_latent || loads_rows(params))
+    return false;
+  return is_packed(params.sequences) ? params.shape.heads_per_key_head() % (2 * rows) == 0
+                                     : plan.schedule.num_tiles % 2 == 0;
+}
+
 // CTAs share the keys of tiles unless there are so many that each may have whole ones.
 void plan_latent(const ForwardParams& params, ForwardPlan& plan) {
   constexpr std::int64_t many = 8;  // tiles for every CTA
   const SplitParams& split = params.split;
   const std::int64_t tiles = plan.schedule.grid_size();
-  plan.grid = tiles == 0 ? 0 : plan.num_ctas;
+  plan.in_pairs = plan.num_ctas > 1 && has_pairs_of_tiles(params, plan);
+  const int each = plan.in_pairs ? 2 : 1;
+  plan.grid = tiles == 0 ? 0 : plan.num_ctas / each * each;
   plan.num_splits = 1;
   if (split.batch_invariant) {
     plan.keys_per_split = invariant_split_keys;

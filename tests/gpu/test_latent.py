@@ -67,8 +67,8 @@ SHAPES: dict[str, list[Call]] = {
         seqlens_q=2, causal=True,
     ),
     "key heads": grid(
-        **(LATENT | {"num_heads_k": 2}), cached=(150, 3, 64), num_heads_q=[2, 34], seqlens_q=[1, 3],
-        page_size=[None, 16],
+        **(LATENT | {"num_heads_k": 2}), cached=(150, 3, 64), num_heads_q=[2, 34, 256],
+        seqlens_q=[1, 3], page_size=[None, 16],
     ),
     # Logits of a hundred, ones that the scale hides, and ones that it turns around.
     "scales": grid(

@@ -55,6 +55,24 @@ TEST(hopper_gpus_have_latent_rows_by_the_rows_of_a_sequence) {
   CHECK_EQ(row(latent_call(1, 16), softcap), "sm90_hd64_dv512_rows16");
 }
 
+TEST(tiles_of_the_same_keys_are_in_pairs_where_those_of_every_sequence_are_even_in_number) {
+  const auto are_paired = [](const AttentionShape& shape, auto change) {
+    DeviceInfo device = h200;
+    device.num_sms = 131;
+    const ForwardPlan plan = planned(shape, change, device);
+    CHECK_EQ(plan.grid, plan.in_pairs ? 130 : 131);
+    return plan.in_pairs;
+  };
+  CHECK(are_paired(latent_call(1, 128), nothing));
+  CHECK(are_paired(latent_call(5, 16), pages(64)));
+  CHECK(!are_paired(latent_call(3, 64), nothing));
+  CHECK(!are_paired(latent_call(1, 16), nothing));
+  CHECK(!are_paired(latent_call(1, 128), pages(20)));
+  const auto packed = [](ForwardParams& params) { params.sequences.cu_seqlens_q = &some_int; };
+  CHECK(are_paired(latent_call(1, 128), both(packed, pages(64))));
+  CHECK(!are_paired(latent_call(4, 64), both(packed, pages(64))));
+}
+
 TEST(keys_in_no_boxes_are_copied_row_by_row_and_what_has_no_vectors_decodes) {
   const AttentionShape shape = latent_call(1, 16);
   const auto padded = [](ForwardParams& params) { params.sequences.leftpad_k = &some_int; };

@@ -39,13 +39,12 @@ CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int
   return checked_span(keys, look_up_span<kRows>(keys, head, box_rows, key_begin, seqlen_k), errors);
 }
 
-// A whole warp calls it, once the tile may be written: it starts the loads that complete `full`.
-// What lies nowhere is not read but becomes zeros, because a NaN that an earlier tile has left
-// there would come out of P V, whatever P. last_box, first_column: see load_tile.
-template <int kRows, int kColumns, class Element>
-CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element* tile,
-                            PagedSpan const& span, int box_rows, int last_box,
-                            int first_column = 0) {
+// A whole warp calls it, once the tile may be written: it starts the loads that complete `full`,
+// load(box, rows) of each lane that has some. What lies nowhere is not read but becomes zeros,
+// because a NaN that an earlier tile has left there would come out of P V, whatever P.
+template <int kRows, int kColumns, class Element, class Load>
+CUTE_DEVICE void load_pages(std::uint64_t* full, Element* tile, PagedSpan const& span, int box_rows,
+                            Load load) {
   constexpr int columns = box_columns<kColumns>;
   constexpr int row_bytes = kColumns * int(sizeof(Element));
   const int lane = threadIdx.x % 32;
@@ -66,10 +65,17 @@ CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element
   __syncwarp();
   if (lane == 0) FullBarrier::arrive_and_expect_tx(full, boxes * box_rows * row_bytes);
   __syncwarp();
-  if (is_loaded) {
-    load_tile<kRows, kColumns>(map, full, tile, {place.batch, span.head, place.row, rows}, last_box,
-                               box_rows, first_column);
-  }
+  if (is_loaded) load(tile, RowSpan{place.batch, span.head, place.row, rows});
+}
+
+// The same by load_tile.
+template <int kRows, int kColumns, class Element>
+CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element* tile,
+                            PagedSpan const& span, int box_rows, int last_box,
+                            int first_column = 0) {
+  load_pages<kRows, kColumns>(full, tile, span, box_rows, [&](Element* box, RowSpan const& rows) {
+    load_tile<kRows, kColumns>(map, full, box, rows, last_box, box_rows, first_column);
+  });
 }
 
 }  // namespace flash_attn_cuda::sm90

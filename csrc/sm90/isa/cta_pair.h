@@ -27,9 +27,11 @@ CUTE_DEVICE std::uint32_t in_peer(void const* own) {
   return set_block_rank(cute::cast_smem_ptr_to_uint(own), block_rank_in_cluster() ^ 1);
 }
 
-CUTE_DEVICE void arrive_at_peer(std::uint64_t const* barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_peer(barrier)) : "memory");
+// barrier: in_peer() of one.
+CUTE_DEVICE void arrive_in_peer(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+CUTE_DEVICE void arrive_at_peer(std::uint64_t const* barrier) { arrive_in_peer(in_peer(barrier)); }
 
 // arrive_at_peer() after this thread's loads of what the other CTA overwrites then. It takes a
 // fence of the whole GPU, so it is not for every step.
@@ -56,13 +58,22 @@ CUTE_DEVICE void send_to_peer(std::uint32_t* target, std::uint32_t number, std::
                : "memory");
 }
 
+// load_tile() of box_rows rows of one box of columns into both CTAs, whose barriers count it.
+template <class Element>
+CUTE_DEVICE void load_box_for_pair(CUtensorMap const& map, std::uint64_t* barrier, Element* box,
+                                   RowSpan const& span, int box_rows, int first_column) {
+  constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
+  constexpr std::uint16_t both = 3;
+  SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, both, hint, box, first_column,
+                                   box_rows - span.rows, span.row + span.rows, span.head,
+                                   span.batch);
+}
+
 // Starts the load of this CTA's half of a tile's rows into both CTAs, whose barriers count it; the
 // tile is that of load_tile. A half without rows is read from the tile's first row.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_half_for_pair(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
                                     RowSpan const& span) {
-  constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-  constexpr std::uint16_t both = 3;
   constexpr int half = kRows / 2;
   constexpr int box = box_columns<kColumns>;
   const int first = rank_in_pair() * half;
@@ -70,9 +81,8 @@ CUTE_DEVICE void load_half_for_pair(CUtensorMap const& map, std::uint64_t* barri
   const int rows = min(span.rows - begin, half);
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += box) {
-    SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, both, hint, tile + column * kRows + first * box,
-                                     column, half - rows, span.row + begin + rows, span.head,
-                                     span.batch);
+    load_box_for_pair(map, barrier, tile + column * kRows + first * box,
+                      {span.batch, span.head, span.row + begin, rows}, half, column);
   }
 }
 

@@ -3,12 +3,12 @@
 // values as well. The time is that of reading keys once.
 //
 // A tile is block_m rows, the query heads of a key head of as many queries as fit. CTAs share the
-// keys (share.h). Threads: a producer warpgroup (producer.h), of which one warp finds what there
-// is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one queries, or
-// two load keys by their rows (row_loader.h); of e4m3 two warpgroups more, which convert keys
-// (e4m3_loader.h); and one consumer warpgroup (consumer.h), or two (pair_consumer.h). Parts of
-// tiles are joined by a
-// second kernel (join.h).
+// keys (share.h). With 64 rows two CTAs may have tiles of the same keys (sm90/isa/cta_pair.h): each
+// loads half of them for both. Threads: a producer warpgroup (producer.h), of which one warp finds
+// what there is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one
+// queries, or two load keys by their rows (row_loader.h); of e4m3 two warpgroups more, which
+// convert keys (e4m3_loader.h); and one consumer warpgroup (consumer.h), or two (pair_consumer.h).
+// Parts of tiles are joined by a second kernel (join.h).
 #pragma once
 
 #include "sm90/frame.h"
@@ -44,11 +44,12 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
   constexpr bool is_e4m3 = Traits::is_e4m3;
   const bool loads_rows = !is_e4m3 && !args.loads_boxes;
+  const bool in_pair = is_pair<Traits>(args);
   if (threadIdx.x == 0) {
     constexpr int consumer_warps = 4 * Traits::consumers;
     const int loading_warps = is_e4m3 ? 4 * Traits::converters : loads_rows ? 2 : 1;
-    // A piece is one warpgroup's to release.
-    smem.ring.init(4, loads_rows ? RowLoader<Traits>::arrivals : loading_warps);
+    // A piece is one warpgroup's to release, of each CTA.
+    smem.ring.init(in_pair ? 8 : 4, loads_rows ? RowLoader<Traits>::arrivals : loading_warps);
     smem.q_ring.init(consumer_warps);
     smem.item_ring.init(consumer_warps + loading_warps + 1);  // who reads items
     if constexpr (!Traits::is_swapped) smem.told.block.init();
@@ -56,7 +57,11 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
     if (args.loads_boxes) publish_barriers(args.k_map, args.v_map);
   }
   follow_earlier_kernels();
-  __syncthreads();
+  if (in_pair) {
+    sync_pair();
+  } else {
+    __syncthreads();
+  }
 
   const int warp = warp_of_cta();
   constexpr int first_consumer = 1 + Traits::converters;  // warpgroup
@@ -88,6 +93,7 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
       LatentPairConsumer<Traits, 1>(args, smem).run();
     }
   }
+  if (in_pair) sync_pair();
 }
 
 }  // namespace flash_attn_cuda::sm90

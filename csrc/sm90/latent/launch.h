@@ -67,6 +67,7 @@ void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .group = Divider::by(rows_of_query(params.shape, params.keys_per_list, Traits::block_m)),
       .heads_per_key_head = params.shape.heads_per_key_head(),
       .loads_boxes = loads_boxes,
+      .in_pairs = plan.in_pairs,
       .query_box_rows = query_box_rows,
       .key_box_rows = box_rows,
       .scale_log2 = has_softcap ? log2e : positive_scale(scale_log2),
@@ -79,7 +80,7 @@ void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .out_parts = plan.out_partial.in(params.workspace),
       .lse_parts = plan.lse_partial.in(params.workspace),
       .parts_of_tiles = plan.parts_of_tiles.in(params.workspace)};
-  launch_early<&latent_kernel<Tag>, Traits>(plan.grid, stream, arguments);
+  launch_early<&latent_kernel<Tag>, Traits>(plan.grid, stream, arguments, plan.in_pairs ? 2 : 1);
   if (plan.sharing == TileSharing::whole) return;
   launch_early<&latent_join_kernel<Tag>>((warps / each + join_warps - 1) / join_warps,
                                          32 * join_warps, 0, stream, arguments);

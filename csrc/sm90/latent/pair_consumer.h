@@ -30,7 +30,8 @@ struct LatentPairConsumer {
   int thread;  // of the warpgroup
   int lane;
   PartnerInTurn partner;
-  State state{};  // of the first piece of the next block
+  std::uint32_t empty_in_peer;  // barriers of the ring
+  State state{};                // of the first piece of the next block
   PipelineState<1> q_state{};
   LatentSoftmax<rows> softmax{};
 
@@ -39,7 +40,8 @@ struct LatentPairConsumer {
         smem(smem),
         thread(threadIdx.x % warpgroup_threads),
         lane(thread % 32),
-        partner{smem.told.block, thread} {}
+        partner{smem.told.block, thread},
+        empty_in_peer(args.in_pairs ? in_peer(smem.ring.empty) : 0) {}
 
   CUTE_DEVICE int row_of(int i) const { return first_row_of(thread) + 8 * i; }
   // Of column i of a thread's accumulator.
@@ -71,6 +73,13 @@ struct LatentPairConsumer {
     }
   }
 
+  // A piece, which both CTAs of a pair write.
+  CUTE_DEVICE void release(State const& at) const {
+    consumer_release(smem.ring, at);
+    if (args.in_pairs && lane == 0)
+      arrive_in_peer(empty_in_peer + at.stage * int(sizeof(smem.ring.empty[0])));
+  }
+
   // S of a block of this warpgroup's, piece after piece as they come. is_last: of its in the item.
   CUTE_DEVICE void make_scores(LatentItem const& item, int block, bool is_last, State const& at,
                                Scores& tSrS) const {
@@ -89,7 +98,7 @@ struct LatentPairConsumer {
     const std::uint64_t seen = keys_seen(at);
     const bool sees_all = __all_sync(0xffffffffu, (~seen & 0x0303'0303'0303'0303u) == 0);
 
-    consumer_release(smem.ring, at);
+    release(at);
     modify_latent_scores(args, tSrS);
     if (!item.range.is_interior(block) || !sees_all) hide(item, block, seen, tSrS);
   }
@@ -187,7 +196,7 @@ struct LatentPairConsumer {
   }
   CUTE_DEVICE void release_values(State const& at) const {
     CUTE_UNROLL
-    for (int t = 0; t < own_values; ++t) consumer_release(smem.ring, at.plus(first_value + t));
+    for (int t = 0; t < own_values; ++t) release(at.plus(first_value + t));
   }
 
   // The first warpgroup has the first block, and every other one after it.

@@ -38,6 +38,7 @@ CUTE_DEVICE void find_items(LatentArguments const& args, typename Traits::Shared
 // A warp's loads of blocks of keys: each lane has a box of rows that lie in one page.
 template <class Traits>
 struct KeyLoader {
+  using Element = typename Traits::Element;
   static constexpr int block_n = Traits::block_n;
   static constexpr int columns = Traits::piece_columns;
 
@@ -55,6 +56,8 @@ struct KeyLoader {
             __reduce_or_sync(0xffffffffu, static_cast<unsigned>(bits >> 32))};
   }
 
+  // Of a pair's pieces each CTA loads every other one for both. Both wait for all, and each makes
+  // zeros of what lies nowhere.
   CUTE_DEVICE void load(PagedSpan const& span, int keys_left) {
     const uint2 seen = keys_seen(span, keys_left);
     CUTE_NO_UNROLL
@@ -62,10 +65,19 @@ struct KeyLoader {
       producer_acquire(smem.ring, state);
       if (piece == 0 && threadIdx.x % 32 == 0)
         reinterpret_cast<uint2&>(smem.seen[state.stage]) = seen;
-      load_pages<block_n, columns>(piece == 0 ? args.k_map : args.v_map,
-                                   &smem.ring.full[state.stage],
-                                   smem.pieces + state.stage * Traits::piece_elements, span,
-                                   args.key_box_rows, columns, max(piece - 1, 0) * columns);
+      CUtensorMap const& map = piece == 0 ? args.k_map : args.v_map;
+      std::uint64_t* full = &smem.ring.full[state.stage];
+      Element* tile = smem.pieces + state.stage * Traits::piece_elements;
+      const int column = max(piece - 1, 0) * columns;
+      if (is_pair<Traits>(args)) {
+        const auto load_box = [&](Element* box, RowSpan const& rows) {
+          if (state.stage % 2 == rank_in_pair())
+            load_box_for_pair(map, full, box, rows, args.key_box_rows, column);
+        };
+        load_pages<block_n, columns>(full, tile, span, args.key_box_rows, load_box);
+      } else {
+        load_pages<block_n, columns>(map, full, tile, span, args.key_box_rows, columns, column);
+      }
     }
   }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "sm90/isa/cta_pair.h"
 #include "sm90/latent/arguments.h"
 #include "sm90/latent/traits.h"
 
@@ -13,6 +14,13 @@ namespace flash_attn_cuda::sm90 {
 template <class Traits>
 CUTE_DEVICE PackedRow latent_row(LatentArguments const& args, TileWork const& work, int row) {
   return padded_row(args.group, args.heads_per_key_head, work, Traits::block_m, row);
+}
+
+// Whether CTAs are in pairs. A pair takes two neighbouring tiles of one sequence and key head where
+// a CTA alone takes one, and each CTA of it has one of them: both visit the same blocks.
+template <class Traits>
+CUTE_DEVICE bool is_pair(LatentArguments const& args) {
+  return !Traits::is_swapped && args.in_pairs;
 }
 
 // How a tile is divided: `count` times `blocks` of them from `first` on; the last has what is left.
@@ -28,7 +36,7 @@ CUTE_DEVICE int blocks_of_list(LatentArguments const& args) {
   return (args.params.keys_per_list + Traits::block_n - 1) / Traits::block_n;
 }
 
-// What is known of a tile.
+// What is known of a tile. range: of a pair's, what one of both sees.
 struct LatentTile {
   TileWork work;
   BlockRange range;
@@ -65,6 +73,12 @@ struct LatentTiles {
             counts == nullptr ? args.most_tiles : counts[0] * static_cast<int>(args.heads.divisor)};
   }
 
+  // This CTA's tile of pair `index`, counted as tiles are.
+  CUTE_DEVICE int of_pair(int index) const {
+    const int place = args.heads.quotient(index);
+    return index + (place + rank_in_pair()) * static_cast<int>(args.heads.divisor);
+  }
+
   CUTE_DEVICE LatentTile operator[](int index) const {
     LatentTile tile;
     TileCoord coord{};
@@ -77,8 +91,16 @@ struct LatentTiles {
     }
     find_work(coord, args.table, args.params, tile.work);
     Sequence const& sequence = tile.work.sequence;
-    const int first = latent_row<Traits>(args, tile.work, 0).query;
-    const int last = latent_row<Traits>(args, tile.work, Traits::block_m - 1).query;
+    int first_row = 0, last_row = Traits::block_m - 1;
+    if (is_pair<Traits>(args)) {
+      if (tile.work.tile % 2 == 0) {
+        last_row += Traits::block_m;
+      } else {
+        first_row -= Traits::block_m;
+      }
+    }
+    const int first = latent_row<Traits>(args, tile.work, first_row).query;
+    const int last = latent_row<Traits>(args, tile.work, last_row).query;
     if (has_key_lists(args.params)) {
       const int blocks = blocks_of_list<Traits>(args);
       tile.range = {.begin = 0, .end = blocks, .interior_begin = 0, .interior_end = blocks};
@@ -130,10 +152,17 @@ CUTE_DEVICE LatentItem item_of_parts(LatentTile const& tile, int first, int coun
   return item;
 }
 
+// Those of the call; a pair counts as one, and so do its tiles.
+template <class Traits>
+CUTE_DEVICE int all_ctas(LatentArguments const& args) {
+  return static_cast<int>(gridDim.x) >> int(is_pair<Traits>(args));
+}
+
 // CTAs that take part. A block alone is not worth a part, and with a whole number of CTAs to a tile
 // tiles of one length are cut where they end.
+template <class Traits>
 CUTE_DEVICE int ctas_that_share(LatentArguments const& args, int tiles, std::int64_t total) {
-  const int all = static_cast<int>(gridDim.x);
+  const int all = all_ctas<Traits>(args);
   if (args.sharing == TileSharing::parts) return static_cast<int>(min(std::int64_t(all), total));
   const int to_a_tile = all / max(tiles, 1) * tiles;
   const int wanted = 10 * to_a_tile >= 9 * all ? to_a_tile : all;
@@ -160,7 +189,10 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   enum { summing, seeking, walking } phase = summing;
   const auto tiles = LatentTiles<Traits>::of(args);
   const int lane = threadIdx.x % 32;
-  const int cta = blockIdx.x;
+  const bool in_pair = is_pair<Traits>(args);
+  const int cta = static_cast<int>(blockIdx.x) >> int(in_pair);
+  const int num_tiles = tiles.count >> int(in_pair);
+  const auto own_tile = [&](int index) { return in_pair ? tiles.of_pair(index) : index; };
   const bool is_whole = args.sharing == TileSharing::whole;
   const bool is_even = args.sharing == TileSharing::even;
   std::int64_t total = 0;
@@ -169,7 +201,7 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   std::int64_t end = 0;
   CtaShare share{};
   const auto takes_part = [&] {
-    const int ctas = ctas_that_share(args, tiles.count, total);
+    const int ctas = ctas_that_share<Traits>(args, num_tiles, total);
     if (cta >= ctas) return false;
     share = CtaShare::of(total, ctas);
     place = share.begin(cta);
@@ -181,7 +213,7 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   // With few heads calls are short.
   if (Traits::is_swapped && is_even && has_key_lists(args.params)) {
     const int blocks = blocks_of_list<Traits>(args);
-    total = std::int64_t(tiles.count) * blocks;
+    total = std::int64_t(num_tiles) * blocks;
     if (!takes_part()) return;
     index = static_cast<int>(quotient(place, blocks));
     first = std::int64_t(index) * blocks;
@@ -190,7 +222,7 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
   CUTE_NO_UNROLL
   while (true) {
     LatentTile tile{};
-    if (index < tiles.count) tile = tiles[index];
+    if (index < num_tiles) tile = tiles[own_tile(index)];
     if (phase != walking) {
       std::int64_t last = tile.division.count;  // of this lane and those before it
       CUTE_UNROLL
@@ -203,10 +235,10 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
       index += 32;
       if (phase == summing) {
         total += of_all;
-        if (lanes_begin + 32 < tiles.count) continue;
+        if (lanes_begin + 32 < num_tiles) continue;
         if (!takes_part()) return;
         phase = seeking;
-        if (tiles.count > 32) {
+        if (num_tiles > 32) {
           index = lane;
           continue;
         }
@@ -223,23 +255,27 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
       phase = walking;
     }
     const int count = tile.division.count;
-    if (is_whole ? index >= tiles.count : place >= end) return;
+    if (is_whole ? index >= num_tiles : place >= end) return;
     const int skipped = is_whole ? 0 : static_cast<int>(place - first);
     const int taken =
         is_whole ? 1 : static_cast<int>(min(std::int64_t(count) - skipped, end - place));
-    PartsOfTile parts{index * args.most_parts, count};
-    if (is_even) parts = {cta + index, share.cta_of(first + count - 1) - cta + 1};
+    const int own = own_tile(index);
+    PartsOfTile parts{own * args.most_parts, count};
+    // Of a pair's even shares the second tile's parts lie behind those of all first tiles.
+    const int behind =
+        in_pair ? rank_in_pair() * (all_ctas<Traits>(args) + args.most_tiles / 2) : 0;
+    if (is_even) parts = {behind + cta + index, share.cta_of(first + count - 1) - cta + 1};
     // Where the parts of the tile lie, for who joins them.
-    if (!is_whole && skipped == 0 && lane == 0) args.parts_of_tiles[index] = parts;
+    if (!is_whole && skipped == 0 && lane == 0) args.parts_of_tiles[own] = parts;
     const int at_once = is_even ? taken : 1;
     CUTE_NO_UNROLL
     for (int i = skipped; i < skipped + taken; i += at_once) {
-      const int part = is_even ? cta + index : parts.first + i;
+      const int part = is_even ? behind + cta + index : parts.first + i;
       give(item_of_parts(tile, i, at_once, at_once == count ? whole_tile : part));
     }
     first += count;
     place += taken;
-    index += is_whole ? static_cast<int>(gridDim.x) : 1;
+    index += is_whole ? all_ctas<Traits>(args) : 1;
   }
 }
 
