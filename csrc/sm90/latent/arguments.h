@@ -26,6 +26,7 @@ struct LatentArguments {
   float scale_log2;     // from a score to powers of two, positive: hidden scores are -inf
   bool negates_scores;  // softmax_scale < 0
   TileSharing sharing;
+  int parts_of_pairs;   // in pairs and even sharing: those of all first tiles, at most
   int most_parts;       // of a tile, where sharing is in parts
   int keys_per_part;    // 0: what most_parts leave each
   int warps_per_join;   // that share the parts of what a warp joins

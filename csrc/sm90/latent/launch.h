@@ -73,6 +73,7 @@ void launch_latent(const ForwardPlan& plan, const ForwardParams& params, Stream 
       .scale_log2 = has_softcap ? log2e : positive_scale(scale_log2),
       .negates_scores = !has_softcap && scale_log2 < 0.0f,
       .sharing = plan.sharing,
+      .parts_of_pairs = static_cast<int>((plan.grid + plan.schedule.grid_size()) / 2),
       .most_parts = plan.num_splits,
       .keys_per_part = plan.keys_per_split,
       .warps_per_join = ways,

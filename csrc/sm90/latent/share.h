@@ -249,10 +249,12 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
         continue;
       }
       const int found = __ffs(holds) - 1;
-      tile = from_lane(tile, found);
-      first += __shfl_sync(0xffffffffu, last, found) - tile.division.count;
+      first += __shfl_sync(0xffffffffu, last - tile.division.count, found);
       index = lanes_begin + found;
       phase = walking;
+      // Beside two warpgroups there are no registers for a tile of every lane.
+      if (!Traits::is_swapped) continue;
+      tile = from_lane(tile, found);
     }
     const int count = tile.division.count;
     if (is_whole ? index >= num_tiles : place >= end) return;
@@ -262,8 +264,7 @@ CUTE_DEVICE void share_tiles(LatentArguments const& args, Give give) {
     const int own = own_tile(index);
     PartsOfTile parts{own * args.most_parts, count};
     // Of a pair's even shares the second tile's parts lie behind those of all first tiles.
-    const int behind =
-        in_pair ? rank_in_pair() * (all_ctas<Traits>(args) + args.most_tiles / 2) : 0;
+    const int behind = in_pair ? rank_in_pair() * args.parts_of_pairs : 0;
     if (is_even) parts = {behind + cta + index, share.cta_of(first + count - 1) - cta + 1};
     // Where the parts of the tile lie, for who joins them.
     if (!is_whole && skipped == 0 && lane == 0) args.parts_of_tiles[own] = parts;
