@@ -58,13 +58,14 @@ CUTE_DEVICE void send_to_peer(std::uint32_t* target, std::uint32_t number, std::
                : "memory");
 }
 
+inline constexpr std::uint16_t both_ctas = 3;  // a bit each
+
 // load_tile() of box_rows rows of one box of columns into both CTAs, whose barriers count it.
 template <class Element>
 CUTE_DEVICE void load_box_for_pair(CUtensorMap const& map, std::uint64_t* barrier, Element* box,
                                    RowSpan const& span, int box_rows, int first_column) {
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-  constexpr std::uint16_t both = 3;
-  SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, both, hint, box, first_column,
+  SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, both_ctas, hint, box, first_column,
                                    box_rows - span.rows, span.row + span.rows, span.head,
                                    span.batch);
 }
@@ -74,6 +75,7 @@ CUTE_DEVICE void load_box_for_pair(CUtensorMap const& map, std::uint64_t* barrie
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_half_for_pair(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
                                     RowSpan const& span) {
+  constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
   constexpr int half = kRows / 2;
   constexpr int box = box_columns<kColumns>;
   const int first = rank_in_pair() * half;
@@ -81,8 +83,9 @@ CUTE_DEVICE void load_half_for_pair(CUtensorMap const& map, std::uint64_t* barri
   const int rows = min(span.rows - begin, half);
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += box) {
-    load_box_for_pair(map, barrier, tile + column * kRows + first * box,
-                      {span.batch, span.head, span.row + begin, rows}, half, column);
+    SM90_TMA_LOAD_MULTICAST_5D::copy(&map, barrier, both_ctas, hint,
+                                     tile + column * kRows + first * box, column, half - rows,
+                                     span.row + begin + rows, span.head, span.batch);
   }
 }
 
