@@ -9,11 +9,12 @@ namespace flash_attn_cuda {
 
 // Each lane of a quad has two bytes of four groups of eight columns, in pairs of groups; lane l
 // gets the eight bytes of group l.
-CUTE_DEVICE uint2 group_of_lane(std::uint32_t first_groups, std::uint32_t last_groups) {
+CUTE_DEVICE uint2 group_of_lane(unsigned lane, std::uint32_t first_groups,
+                                std::uint32_t last_groups) {
   constexpr std::uint32_t all_lanes = 0xffffffffu;
   constexpr unsigned low_halves = 0x5410, high_halves = 0x7632;
-  const bool is_odd = threadIdx.x % 2 != 0;
-  const bool is_upper = threadIdx.x % 4 >= 2;
+  const bool is_odd = lane % 2 != 0;
+  const bool is_upper = lane % 4 >= 2;
   const std::uint32_t kept = is_upper ? last_groups : first_groups;
   const std::uint32_t received =
       __shfl_xor_sync(all_lanes, is_upper ? first_groups : last_groups, 2);
@@ -34,22 +35,27 @@ template <Dtype kDtype, class Output, class RowAt>
 CUTE_DEVICE void write_rounding(std::int8_t* target, std::int64_t row_stride, Output const& output,
                                 int rows, int columns, RowAt row_at) {
   using namespace cute;
-  const int first_column = threadIdx.x % 4 * 8;
+  // So that the compiler does not keep what it makes of it from tile to tile.
+  unsigned lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  const int first_column = lane % 4 * 8;
   CUTE_UNROLL
-  for (int i = 0; i < size<0>(output); ++i) {
-    const int row = row_at(i);
-    std::int8_t* of_row = target + row * row_stride + first_column;
-    const int left = row < rows ? columns - first_column : 0;
+  for (int first = 0; first < size<1>(output); first += 8) {
+    // A branch every 64 columns: without it ptxas overlaps the shuffles of all, which spills.
+    if (first % 16 == 0 && 4 * first >= columns) break;
     CUTE_UNROLL
-    for (int first = 0; first < size<1>(output); first += 8) {
+    for (int i = 0; i < size<0>(output); ++i) {
       const auto of_groups = [&](int column) {
         const auto of_pair = [&](int c) {
           return OutRounding<kDtype>::of({output(i, c), output(i, c + 1)});
         };
         return of_pair(column) | std::uint32_t{of_pair(column + 2)} << 16;
       };
-      const uint2 bytes = group_of_lane(of_groups(first), of_groups(first + 4));
-      if (4 * first < left) *reinterpret_cast<uint2*>(of_row + 4 * first) = bytes;
+      const uint2 bytes = group_of_lane(lane, of_groups(first), of_groups(first + 4));
+      const int row = row_at(i);
+      const int column = 4 * first + first_column;
+      if (row < rows && column < columns)
+        *reinterpret_cast<uint2*>(target + row * row_stride + column) = bytes;
     }
   }
 }

@@ -91,6 +91,9 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       return;
     }
   }
+  // Behind the LSE or beside O it takes registers from the loop over keys.
+  if (!(Traits::writes_fp32 && params.fp32_results))
+    write_rounding_of_rows<Traits>(params, sequence, head, query_begin, output, thread);
   if (quad_lane == 0) {
     float* target = lse_row(params, sequence, head, first_query);
     CUTE_UNROLL
@@ -102,7 +105,6 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
     write_output_rows<float>(params, sequence, head, query_begin, output, thread);
     return;
   }
-  write_rounding_of_rows<Traits>(params, sequence, head, query_begin, output, thread);
   if constexpr (Traits::stores_tiles) {
     constexpr int stored_rows = Traits::stored_rows;
     const bool is_own = stored_rows == 16;  // a tile of the warp's
