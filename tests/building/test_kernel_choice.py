@@ -176,13 +176,16 @@ def test_tiles_are_tall_where_their_kind_says_so() -> None:
 
 
 def test_latent_rows_are_told_apart_by_the_rows_of_a_sequence() -> None:
-    """The first that has them all runs. The decode rows serve what TMA cannot load, and GPUs by
-    their shared memory.
+    """The first that has them all runs, of e4m3 those that convert. The decode rows serve what
+    neither TMA nor vectors can load, and GPUs by their shared memory.
     """
     latent = [row for row in FORWARD_ROWS if row.is_latent and row.dtype is Dtype.bf16]
     assert all(row.head_dim == 64 and "latent" in row.config()["features"].name for row in latent)
-    of_sm90 = [(row.value_dim, row.block_m) for row in latent if row.kind is Kind.latent]
-    assert of_sm90 == [(columns, rows) for columns in (256, 512) for rows in (16, 32, 64)]
+    of_sm90 = [
+        (row.value_dim, row.block_m, row.is_e4m3) for row in latent if row.kind is Kind.latent
+    ]
+    in_16_bits = [(columns, rows, False) for columns in (256, 512) for rows in (16, 32, 64)]
+    assert sorted(of_sm90) == sorted([*in_16_bits, (512, 16, True), (512, 32, True)])
     decoding = [(row.value_dim, row.variant) for row in latent if row.kind is Kind.decode]
     assert decoding == [(512, "decode_latent"), (512, "decode_latent_smem99k")]
     assert len(latent) == len(of_sm90) + len(decoding)
