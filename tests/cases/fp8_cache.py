@@ -310,7 +310,7 @@ def assert_fp8_close(
         torch.testing.assert_close(actual.out, exact.out, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(actual.lse, exact.lse, rtol=1e-11, atol=1e-11)
         return []
-    # Queries that are rotated are rounded, and so are latent values times their scales: lse sees it.
+    # Queries that are rotated are rounded, and so are latent values times scales: lse sees that.
     if (is_rotated or case.cache.has_qv) and actual.out.dtype.itemsize == 2:
         seen = exact.lse != -torch.inf
         rounding = (naive.lse.double() - exact.lse)[seen].abs()
