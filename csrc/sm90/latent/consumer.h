@@ -79,7 +79,6 @@ struct LatentConsumer {
 
   LatentArguments const& args;
   Storage& smem;
-  int warpgroup;
   int thread;  // of the warpgroup
   int warp;
   int lane;
@@ -89,10 +88,9 @@ struct LatentConsumer {
   int buffer = 0;  // of P
   LatentSoftmax<columns> softmax{};
 
-  CUTE_DEVICE LatentConsumer(LatentArguments const& args, Storage& smem, int warpgroup)
+  CUTE_DEVICE LatentConsumer(LatentArguments const& args, Storage& smem)
       : args(args),
         smem(smem),
-        warpgroup(warpgroup),
         thread(threadIdx.x % warpgroup_threads),
         warp(same_in_warp(thread / 32)),
         lane(thread % 32) {}
@@ -165,7 +163,7 @@ struct LatentConsumer {
   // S^T -> P^T in shared memory. True if some score exceeds its reference too far: P is of no use.
   CUTE_DEVICE bool exponentiate(Scores const& tSrS, float (&sums)[columns]) const {
     auto scores = rows_cols_view(tSrS);
-    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p[warpgroup]);
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p);
     cutlass::NumericArrayConverter<Element, float, 2> convert;
     bool is_too_large = false;
     CUTE_UNROLL
@@ -207,16 +205,16 @@ struct LatentConsumer {
       CUTE_UNROLL
       for (int step = 4; step < 32; step *= 2)
         own[i] = op(own[i], __shfl_xor_sync(0xffffffffu, own[i], step));
-      if (lane < 4) smem.told.row_parts[warpgroup][warp][row_of(i)] = own[i];
+      if (lane < 4) smem.told.row_parts[warp][row_of(i)] = own[i];
     }
-    sync_output(warpgroup);
+    sync_output(0);
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
-      auto const& parts = smem.told.row_parts[warpgroup];
+      auto const& parts = smem.told.row_parts;
       const int row = row_of(i);
       own[i] = op(op(parts[0][row], parts[1][row]), op(parts[2][row], parts[3][row]));
     }
-    sync_output(warpgroup);
+    sync_output(0);
   }
 
   // References follow the scores that exceed them too far, each for itself, and O and the sums
@@ -248,10 +246,10 @@ struct LatentConsumer {
   CUTE_DEVICE void make_probabilities(bool starts, Scores const& tSrS, Output (&tOrO)[own_values]) {
     float sums[columns];
     // The vote comes with the barrier that all need who read P.
-    if (starts || sync_any(warpgroup, exponentiate(tSrS, sums))) {
+    if (starts || sync_any(0, exponentiate(tSrS, sums))) {
       raise_references(tSrS, tOrO);
       exponentiate(tSrS, sums);
-      sync_output(warpgroup);
+      sync_output(0);
     }
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) softmax.sum[i] += sums[i];
@@ -262,7 +260,7 @@ struct LatentConsumer {
   CUTE_DEVICE void start_values(Output (&tOrO)[own_values]) const {
     typename Traits::OutputMma mma;
     auto sV = transposed(smem_tile<typename Traits::PieceLayout>(smem.pieces));
-    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p[0]);
+    auto sP = smem_tile<typename Traits::ProbabilityLayout>(smem.told.p);
     auto tOrV = a_fragment(mma, sV, thread);
     auto tOrP = b_fragment(mma, sP, thread);
     mma.accumulate_ = GMMA::ScaleOut::One;
@@ -307,7 +305,7 @@ struct LatentConsumer {
   CUTE_DEVICE void write(LatentItem const& item, Output (&tOrO)[own_values]) {
     reduce_over_keys(softmax.sum, [](float a, float b) { return a + b; });
     TileWork const& work = item.work;
-    const bool writes_lse = warpgroup == 0 && warp == 0 && lane < 4;
+    const bool writes_lse = warp == 0 && lane < 4;
     CUTE_UNROLL
     for (int i = 0; i < columns; ++i) {
       const PackedRow row = latent_row<Traits>(args, work, row_of(i));
@@ -336,11 +334,10 @@ struct LatentConsumer {
                    std::int64_t(part) * (Traits::head_dim_v * Traits::block_m / 4);
     CUTE_UNROLL
     for (int t = 0; t < own_values; ++t) {
-      const int piece = warpgroup * own_values + t;
       auto output = rows_cols_view(tOrO[t]);
       CUTE_UNROLL
       for (int j = 0; j < eights; ++j)
-        target[(piece * eights + j) * warpgroup_threads + thread] = {
+        target[(t * eights + j) * warpgroup_threads + thread] = {
             output(0, 2 * j), output(0, 2 * j + 1), output(1, 2 * j), output(1, 2 * j + 1)};
     }
   }
@@ -356,7 +353,7 @@ struct LatentConsumer {
       CUTE_UNROLL
       for (int t = 0; t < own_values; ++t) {
         auto output = rows_cols_view(tOrO[t]);
-        const int first = (warpgroup * own_values + t) * Traits::piece_columns;
+        const int first = t * Traits::piece_columns;
         CUTE_UNROLL
         for (int h = 0; h < 2; ++h) {
           const int column = first + key_of(h);

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   } else {
     set_registers<Traits, Traits::consumer_registers>();
     if constexpr (Traits::is_swapped) {
-      LatentConsumer<Traits>(args, smem, 0).run();
+      LatentConsumer<Traits>(args, smem).run();
     } else if (warp / 4 == first_consumer) {
       LatentPairConsumer<Traits, 0>(args, smem).run();
     } else {

@@ -78,8 +78,8 @@ struct LatentTraits {
 
   // What the warps of a warpgroup tell each other, or two warpgroups.
   struct ToldByWarps {
-    alignas(128) Element p[consumers][buffers_p * block_m * block_n];
-    float row_parts[consumers][4][block_m];  // what each warp has of a row's maximum, or sum
+    alignas(128) Element p[buffers_p * block_m * block_n];
+    float row_parts[4][block_m];  // what each warp has of a row's maximum, or sum
   };
   struct ToldByWarpgroups {
     Told block;
