@@ -1,8 +1,8 @@
 """The bits, pieces and lists of a BlockSparsity, made and read in torch operations.
 
 A tile is 128 queries x 128 keys, a piece a quarter of one, 64 x 64. Nothing here waits for the
-device or decides by contents, so that all of it can be captured and traced. Formats:
-docs/masks.md.
+device or decides by contents, so that all of it can be captured and traced. BlockSparsity has the
+formats.
 """
 
 from __future__ import annotations
