@@ -19,6 +19,7 @@ from .functions.interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .functions.relative_bias import t5_relative_bias
 from .installed.build_info import compiled_rows, cuda_unavailable_reason
 from .integrations import sdpa as _sdpa
 from .masks.sparsity import BlockSparsity
@@ -42,6 +43,7 @@ __all__ = [
     "masks",
     "quantize_kv",
     "quantize_latent",
+    "t5_relative_bias",
 ]
 
 _sdpa.register()  # torch.nn.attention.activate_flash_attention_impl("flash_attn_cuda")

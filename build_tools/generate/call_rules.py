@@ -221,16 +221,30 @@ def arrays_over_pairs(fields: list[Field]) -> Iterator[str]:
     yield "  const auto [B, Hq, Sq, Sk, Tq, Tk, or_more] = extent_of(call);"
     for x in fields:
         if x.said.get("over_pairs"):
-            names = x.said["shape"].strip("()").split(", ")
-            sizes = ", ".join(size_rule(*each) for each in zip(names, MORE, strict=True))
             dtypes = ", ".join(DTYPES[each] for each in x.said.get("dtype", "int32").split(" or "))
-            yield f"  if (call.{x.name}.defined())"
-            given = f'"{x.name}", call.{x.name}'
-            yield f"    check_over_pairs({given}, {{{sizes}}}, {{{dtypes}}}, call.q);"
+            for shape, fact in shapes_over_pairs(x.said):
+                yield f"  if (call.{x.name}.defined(){fact})"
+                given = f'"{x.name}", call.{x.name}, {{{sizes_over_pairs(shape)}}}'
+                yield f"    check_over_pairs({given}, {{{dtypes}}}, call.q);"
+
+
+def shapes_over_pairs(said: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each with the fact that makes it the one, behind " && "."""
+    if not (by_distance := said.get("by_distance")):
+        return [(said["shape"], "")]
+    fact = "call.bias_by_distance"
+    return [(said["shape"], f" && !{fact}"), (by_distance, f" && {fact}")]
+
+
+def sizes_over_pairs(shape: str) -> str:
+    names = shape.strip("()").split(", ")
+    return ", ".join(size_rule(*each) for each in zip(names, MORE, strict=True))
 
 
 def size_rule(name: str, or_more: str) -> str:
     """Of "Sq?": {Sq, true, or_more}."""
+    if name.isdecimal():
+        return f"{{{name}, false, false}}"
     or_one = str(name.endswith("?")).lower()
     return f"{{{name.rstrip('?')}, {or_one}, {or_more}}}"
 

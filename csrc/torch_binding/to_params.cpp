@@ -10,6 +10,7 @@
 
 #include "torch_binding/check.h"
 #include "torch_binding/layout.h"
+#include "torch_binding/over_pairs.h"
 
 namespace flash_attn_cuda::binding {
 namespace {
@@ -50,17 +51,30 @@ RowView<Number> rows_at(Number* data, const at::Tensor& tensor) {
           .head_stride = tensor.stride(heads)};
 }
 
+// Elements of a bias, or of what is like it, before that of query 0 and key 0. Rows of a bias by
+// distance overlap: each begins an element before the last one.
+std::int64_t first_pair(const AttentionCall& call) {
+  return call.bias_by_distance ? extent_of(call).seqlen_q : 0;
+}
+
+std::int64_t row_stride_of_bias(const AttentionCall& call, const at::Tensor& bias) {
+  return call.bias_by_distance ? -1 : stride_of(bias, 2);
+}
+
 // bias: the call's, or its tangent.
 BiasParams bias_params(const AttentionCall& call, const at::Tensor& bias) {
   if (!bias.defined()) return {};
-  const std::int64_t rows = bias.size(2) > 1 ? bias.size(2) : shape_of(call).seqlen_q;
-  return {.data = data_of(bias),
+  const std::int64_t first = first_pair(call);
+  const std::int64_t rows = call.bias_by_distance ? std::max<std::int64_t>(first, 1)
+                            : bias.size(2) > 1    ? bias.size(2)
+                                                  : shape_of(call).seqlen_q;
+  return {.data = static_cast<const char*>(data_of(bias)) + first * bias.element_size(),
           .is_fp32 = bias.scalar_type() == at::kFloat,
           .batch_stride = stride_of(bias, 0),
           .head_stride = stride_of(bias, 1),
-          .row_stride = stride_of(bias, 2),
+          .row_stride = row_stride_of_bias(call, bias),
           .rows = static_cast<int>(rows),
-          .columns = static_cast<int>(bias.size(3))};
+          .columns = static_cast<int>(bias.size(3) - first)};
 }
 
 // Whether an element of the bias is that of several pairs.
@@ -229,9 +243,9 @@ at::Tensor allocate_bias_gradient(const AttentionCall& call) {
   const at::Tensor& bias = call.bias;
   const AttentionShape shape = shape_of(call);
   const bool is_shared = shares_bias(call);
-  const bool visits_all = !is_shared && !has_device_contents(call) && window_of(call).is_full() &&
-                          !call.block_columns.defined() && shape.batch_size > 0 &&
-                          shape.seqlen_q > 0;
+  const bool visits_all = !is_shared && !call.bias_by_distance && !has_device_contents(call) &&
+                          window_of(call).is_full() && !call.block_columns.defined() &&
+                          shape.batch_size > 0 && shape.seqlen_q > 0;
   const at::TensorOptions options =
       bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());
   return visits_all ? at::empty(bias.sizes(), options) : at::zeros(bias.sizes(), options);
@@ -243,11 +257,12 @@ at::Tensor allocate_sink_gradient(const AttentionCall& call) {
 
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias) {
   if (!dbias.defined()) return {};
-  return {.data = dbias.mutable_data_ptr(),
+  return {.data = static_cast<char*>(dbias.mutable_data_ptr()) +
+                  first_pair(call) * dbias.element_size(),
           .is_fp32 = dbias.scalar_type() == at::kFloat,
           .batch_stride = stride_of(dbias, 0),
           .head_stride = stride_of(dbias, 1),
-          .row_stride = stride_of(dbias, 2),
+          .row_stride = row_stride_of_bias(call, dbias),
           .is_summed = shares_bias(call)};
 }
 

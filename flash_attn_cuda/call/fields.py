@@ -38,6 +38,7 @@ class Argument(NamedTuple):
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
     over_pairs: of queries and keys: what has "?" behind it may be 1. Sq and Sk are
     the lengths, of packed sequences the bounds, or more; Tq and Tk tiles of them.
+    by_distance: the shape of such an array instead, where bias_by_distance is True.
     at_least, at_most, below: the range of a number.
     in_float32: what a number is there: "finite", or "normal" where it is above 0.
     """
@@ -50,6 +51,7 @@ class Argument(NamedTuple):
     has_gradient: bool = False
     is_in_lse: bool = False
     over_pairs: bool = False
+    by_distance: str = ""
     is_strided: bool = False
     at_least: int | None = None
     at_most: int | None = None
@@ -60,10 +62,11 @@ class Argument(NamedTuple):
         """That the array may have: sizes such as "B" or 4, or "tokens" for those of k's rows, with
         "groups" and as many as the array has behind them.
         """
-        return tuple(map(_sizes, self.shape.split("|")))
+        return tuple(map(sizes_of, self.shape.split("|")))
 
 
-def _sizes(shape: str) -> tuple[str | int, ...]:
+def sizes_of(shape: str) -> tuple[str | int, ...]:
+    """Of a declared shape."""
     sizes = (x.strip() for x in shape.strip(" ()").split(","))
     return tuple(int(x) if x.isdecimal() else x for x in sizes if x)
 
@@ -100,8 +103,15 @@ class AttentionCall:
         None, shape="(Hq,) | (B, Hq)", dtype="fp32", is_strided=True
     )
     bias: Tensor | None = argument(
-        None, shape="(B?, Hq?, Sq?, Sk)", dtype="q or fp32", has_gradient=True, over_pairs=True
+        None,
+        shape="(B?, Hq?, Sq?, Sk)",
+        by_distance="(B?, Hq?, 1, Sq + Sk)",
+        dtype="q or fp32",
+        has_gradient=True,
+        over_pairs=True,
     )
+    # element Sq + j - i of the bias is that of query i and key j
+    bias_by_distance: bool = argument(False)
     # exp(sink) joins the denominator of every softmax of its head
     sink: Tensor | None = argument(
         None, shape="(Hq,)", dtype="lse", has_gradient=True, is_in_lse=True

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .fields import ARGUMENTS, NAMES, OVER_PAIRS, Argument, AttentionCall, Names
+from .fields import ARGUMENTS, NAMES, OVER_PAIRS, AttentionCall, Names, sizes_of
 from .functorch import is_mapped
 from .interpret import check_holds, check_rules
 from .pieces import PIECE
@@ -57,21 +57,25 @@ def check_over_pairs(call: AttentionCall, extent: PairExtent, names: Names = NAM
         tensor, said = getattr(call, name), ARGUMENTS[name]
         if tensor is not None:
             check_place(name, tensor, dtypes[said.dtype], call.q)
-            _check_sizes(name, tensor, _sizes(said, extent))
+            is_by_distance = call.bias_by_distance and said.by_distance != ""
+            shape = said.by_distance if is_by_distance else said.shape
+            _check_sizes(name, tensor, _sizes(shape, extent))
     if call.block_rows is not None:
         _check_one_mask(call.block_rows, call.block_columns)
     check_holds(rules.OF_PAIRS, names, call)
 
 
-def _sizes(said: Argument, extent: PairExtent) -> list[Size]:
+def _sizes(shape: str, extent: PairExtent) -> list[Size]:
     tiles_q, tiles_k = tiles_of(extent.seqlen_q), tiles_of(extent.seqlen_k)
     sizes: dict[Any, int] = {"B": extent.batch, "Hq": extent.heads_q}
     sizes |= {"Sq": extent.seqlen_q, "Sk": extent.seqlen_k, "Tq": tiles_q, "Tk": tiles_k}
     sizes |= {"2 + Tq": 2 + tiles_q, "2 + Tk": 2 + tiles_k, "4 * Tk": 4 * tiles_k}
-    (symbols,) = said.shapes()
+    sizes |= {"Sq + Sk": extent.seqlen_q + extent.seqlen_k}
     return [
-        Size(sizes[str(x).rstrip("?")], str(x).endswith("?"), extent.is_packed and index > 1)
-        for index, x in enumerate(symbols)
+        Size(x, or_one=False, or_more=False)
+        if isinstance(x, int)
+        else Size(sizes[x.rstrip("?")], x.endswith("?"), extent.is_packed and index > 1)
+        for index, x in enumerate(sizes_of(shape))
     ]
 
 

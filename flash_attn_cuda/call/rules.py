@@ -108,6 +108,7 @@ OF_CALL = (
     Rules("block_table", "with a block_table", refused=_OF_TRAINING),
     Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
     Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
+    Rules("not bias", "without a bias", absent=("bias_by_distance",)),
     Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
     Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=(*_OF_TRAINING, "qv"), given=_SCALES),
     Rules("is_fp8_latent", f"where {{v}} alone is of {E4M3}", given=("v_descale",)),
@@ -149,7 +150,7 @@ OF_BACKWARD = (
 )
 OF_DETERMINISTIC = (
     Rules("has_lists", "with a block mask", refused=("deterministic",)),
-    Rules("bias", "with a floating attn_mask", refused=("deterministic",)),
+    Rules("bias", "with a floating attn_mask or a relative_bias", refused=("deterministic",)),
 )
 OF_DIRECTION = (
     Rules("qv", refusal=f"qv: must be None {DIRECTED}, got a tensor"),
@@ -169,7 +170,8 @@ OF_RECORDED = (
 OF_BIAS_GRADIENT = (
     Rules(
         "softcap",
-        refusal="attn_mask: has no gradient with softcap, got a softcap of {softcap.value}",
+        refusal="attn_mask, relative_bias: have no gradient with softcap, got a softcap of "
+        "{softcap.value}",
     ),
 )
 # Of a call that has the lists of both passes.

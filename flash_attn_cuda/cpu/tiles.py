@@ -276,20 +276,30 @@ class Problem:
     ) -> None:
         """Add a tile's part of a tensor (B|1, Hq|1, Sq|1, Sk) to scores, in place."""
         by_head = self._by_head(scores, lanes)
-        by_head += self.bias_tile(bias, lanes, m_block, n_block)
-
-    def bias_tile(self, bias: Tensor, lanes: Lanes, m_block: Block, n_block: Block) -> Tensor:
-        """The part of a tensor (B|1, Hq|1, Sq|1, Sk) that belongs to a tile: a view."""
-        rows = slice(m_block.start, m_block.stop) if bias.shape[2] > 1 else slice(0, 1)
         part = bias[broadcast_part(bias, lanes.part)]
-        return part[..., rows, n_block.start : n_block.stop]
+        if self.call.bias_by_distance:
+            by_head += part[..., 0, self._place_by_distance(m_block, n_block)]
+        else:
+            by_head += _pairs_of(part, m_block, n_block)
 
     def add_bias_gradient(
         self, dbias: Tensor, dscores: Tensor, lanes: Lanes, m_block: Block, n_block: Block
     ) -> None:
         """Sum a tile's dscores (lanes, group * block_m, block_n) into the bias's gradient."""
-        target = self.bias_tile(dbias, lanes, m_block, n_block)
-        target += self._by_head(dscores, lanes).sum_to_size(target.shape)
+        part, by_head = dbias[broadcast_part(dbias, lanes.part)], self._by_head(dscores, lanes)
+        if self.call.bias_by_distance:
+            place = self._place_by_distance(m_block, n_block)
+            by_head = by_head.sum_to_size(*part.shape[:2], *by_head.shape[2:])
+            part[..., 0, :].index_add_(-1, place.flatten(), by_head.flatten(-2))
+        else:
+            target = _pairs_of(part, m_block, n_block)
+            target += by_head.sum_to_size(target.shape)
+
+    def _place_by_distance(self, m_block: Block, n_block: Block) -> Tensor:
+        """(block_m, block_n): where a bias by distance has the pairs of a tile."""
+        call = self.call  # of packed sequences, one of them
+        first = call.max_seqlen_q or call.q.shape[1]
+        return self._distance(m_block, n_block) + self.shift + first
 
     def empty_softmax(self, q_tile: Tensor, lanes: Lanes, m_block: Block) -> tuple[Tensor, Tensor]:
         """(maxima, sums of exponentials) of rows that have met no key, (lanes, group * block_m, 1):
@@ -361,6 +371,12 @@ class Problem:
         if right >= 0:
             hidden |= distance > right
         return hidden
+
+
+def _pairs_of(x: Tensor, m_block: Block, n_block: Block) -> Tensor:
+    """The part of a tensor (.., Sq|1, Sk) that belongs to a tile: a view."""
+    rows = slice(m_block.start, m_block.stop) if x.shape[2] > 1 else slice(0, 1)
+    return x[..., rows, n_block.start : n_block.stop]
 
 
 def sink_gradient(call: AttentionCall, softmax_lse: Tensor, softmax_d: Tensor) -> Tensor | None:

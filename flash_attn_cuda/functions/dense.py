@@ -13,6 +13,7 @@ from .arguments import Result, of_lse_dtype
 from .attend import attend, attend_plainly, returned
 from .chunks import attend_in_chunks, check_chunk
 from .given_masks import Masks, add_masks
+from .relative_bias import add_relative_bias
 
 _KVPACKED_NAMES = Names(k="kv[:, :, 0]", v="kv[:, :, 1]")
 _QKVPACKED_NAMES = Names("qkv[:, :, 0]", "qkv[:, :, 1]", "qkv[:, :, 2]")
@@ -37,6 +38,7 @@ def flash_attn_func(
     sink: Tensor | None = None,
     attention_chunk: int = 0,
     keep_rounding: bool = True,
+    relative_bias: Tensor | None = None,
 ) -> Result:
     """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
 
@@ -85,6 +87,10 @@ def flash_attn_func(
         keep_rounding: keep for the backward what rounding to 16 bits takes from out, a byte for
             each of its numbers. Without it the gradient of q is off where keys and values have a
             mean, as FlashAttention-2's is (docs/numerics.md).
+        relative_bias: (heads_q, 2 * reach + 1), of q's dtype or fp32, differentiable: scores become
+            score + relative_bias[h, reach + d], where d is j - i - (seqlen_k - seqlen_q), or
+            -reach or reach where it is beyond those. t5_relative_bias makes that of T5 models. Its
+            memory grows with seqlen_q + seqlen_k. Not with a floating attn_mask.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, softmax_lse, S_dmask):
@@ -112,7 +118,7 @@ def flash_attn_func(
         attn_mask is None
         and block_mask is None
         and block_size is None
-        and sink is None
+        and sink is relative_bias is None
         and attention_chunk == 0
     ):
         return _attend(q, k, v, options, return_attn_probs, keep_rounding, NAMES)
@@ -125,6 +131,8 @@ def flash_attn_func(
         call.sink = of_lse_dtype("sink", sink, q)
     if masks.are_given():
         add_masks(call, masks, (None, None))
+    if relative_bias is not None:
+        add_relative_bias(call, relative_bias)
     if attention_chunk != 0:
         results = attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
         return returned(results, return_attn_probs)

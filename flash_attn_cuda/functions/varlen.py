@@ -22,6 +22,7 @@ from .arguments import Result, add_lists, of_lse_dtype, packed_lengths
 from .attend import attend, returned
 from .chunks import attend_in_chunks, check_chunk
 from .given_masks import Masks, add_masks
+from .relative_bias import add_relative_bias
 
 _KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
 _QKVPACKED_NAMES = Names(
@@ -66,6 +67,7 @@ def flash_attn_varlen_func(
     keep_rounding: bool = True,
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
+    relative_bias: Tensor | None = None,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -122,6 +124,8 @@ def flash_attn_varlen_func(
         key_lists: (total_q, heads_k, n), int32, as in flash_attn_with_kvcache: the keys that a
             query sees, in a call with a qv.
         key_list_block: keys that an entry stands for: 1.
+        relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
+            max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
@@ -174,6 +178,8 @@ def flash_attn_varlen_func(
         masks = Masks(attn_mask, block_mask, block_size)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+    if relative_bias is not None:
+        add_relative_bias(call, relative_bias)
     if qv is not None:
         call.qv = qv
         refuse_gradients(f"as attention with qv {NO_BACKWARD}", q=q, k=k, v=v, qv=qv, sink=sink)

@@ -10,8 +10,9 @@ static caches, padding on either side or anywhere, and batches packed by positio
 cu_seq_lens_q and cu_seq_lens_k; also attention sinks, as gpt-oss has them. A mask that is none of
 these (a custom 4-D one, a prefix, blocks of images as in PaliGemma and Gemma 3) runs on the kernels
 for masks, with all of the above. Gemma 4 runs with both of its layer kinds, whose head dims are 256
-and 512. What those lack, such as a deterministic backward, runs on torch's
-attention, which is said once; with a softcap or sinks, which that lacks, it raises.
+and 512, and T5, mT5 and UMT5 with their relative biases. What those lack, such as a deterministic
+backward, runs on torch's attention, which is said once; with a softcap, sinks or relative biases,
+which that lacks, it raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
 flash-attention; no layer waits, unless masks are copied on their way to it, as in a model that is
@@ -41,6 +42,7 @@ from .padding import pad_input, unpad_input
 from .transformers_masks import Pattern, meaning_of, packed_by_positions, without_meaning
 from .transformers_masks import attention_mask as attention_mask_function
 from .transformers_own_masks import mask_arguments, torch_attention, what_kernels_lack
+from .transformers_relative import make_tables, relative_bias_of
 from .transformers_sequences import Sequences, for_decoding, is_decoding
 
 __all__ = ["attention", "register"]
@@ -91,6 +93,7 @@ def attention(
     max_length_k: int | Tensor | None = None,
     deterministic: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (out (batch, seqlen_q, heads, value_dim), None).
@@ -113,11 +116,12 @@ def attention(
         deterministic: bitwise repeatable backward; None asks the environment's
             FLASH_ATTENTION_DETERMINISTIC and torch.use_deterministic_algorithms.
         s_aux: (heads_q,): attention sinks, flash_attn_func's sink, with their gradient.
+        position_bias: what a layer of T5, mT5 or UMT5 made, with its gradient.
 
     Raises:
-        NotImplementedError: position_bias, a paged cache, keys chosen by indices, keys that a
-            compressor made; with a 4-D mask and softcap or sinks, a deterministic backward; with
-            softcap, a gradient of a 4-D mask.
+        NotImplementedError: another position_bias, a paged cache, keys chosen by indices, keys that
+            a compressor made; with a position_bias, or a 4-D mask and softcap or sinks, a
+            deterministic backward; with softcap, a gradient of a 4-D mask.
         ValueError: a 4-D mask does not broadcast to what there is of queries and keys.
     """
     _refuse(module, kwargs)
@@ -136,6 +140,7 @@ def attention(
         "dropout_p": dropout,
         "deterministic": _deterministic(deterministic),
         "sink": s_aux,
+        "relative_bias": relative_bias_of(module, position_bias),
     }
     if own_mask is not None:
         return _attend_by_mask(module, query, key, value, own_mask, options, kwargs)
@@ -172,7 +177,8 @@ def _attend_by_mask(
     """Attention by a 4-D mask, which says all there is about what a query sees."""
     ordered, sink = options["deterministic"], options["sink"]
     lacking = what_kernels_lack(mask, query, key, value, sink, ordered)
-    if lacking is not None and sink is None and options["softcap"] <= 0.0:
+    torch_can = sink is options["relative_bias"] is None and options["softcap"] <= 0.0
+    if lacking is not None and torch_can:
         kwargs = {"dropout": options["dropout_p"], "scaling": options["softmax_scale"], **kwargs}
         return torch_attention(module, query, key, value, mask, lacking, ordered, kwargs)
     options |= mask_arguments(mask, query, key)
@@ -205,7 +211,6 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise for what would change the result and is not implemented."""
     of_layer = {"compressor": getattr(module, "compressor", None)}
     for name, what in (
-        ("position_bias", "an additive bias is"),
         ("cache", "transformers' paged cache is"),
         ("indices", "a choice of keys for every query is"),
         ("compressor", "attention to keys that stand for several, as in DeepSeek-V4, is"),
@@ -285,6 +290,8 @@ def _join_the_compatible() -> None:
         known = getattr(self, "_compatible_flash_implementations", None) or []
         if attn_implementation in _registered - {*known} and "flash_attention_4" in known:
             self._compatible_flash_implementations = [*known, attn_implementation]
+        if attn_implementation in _registered:
+            make_tables(self, _registered)
         return original(self, attn_implementation, *args, **kwargs)
 
     check._knows_flash_attn_cuda = True  # type: ignore[attr-defined]

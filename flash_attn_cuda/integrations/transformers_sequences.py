@@ -7,14 +7,18 @@ tokens are not contiguous are sorted first, real tokens to the front, in their o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..functions.interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from ..functions.interface import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,21 @@ class Sequences:
         """
         if self.key_range is not None and is_decoding(q, k, v, **options):
             return self._attend_to_cache(q, k, v, **options)
+        if options.get("relative_bias") is not None:
+            return self._attend_by_distance(q, k, v, **options)
+        return self._attend_packed(q, k, v, **options)
+
+    def _attend_by_distance(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Of real tokens alone, where padded ones would be further apart, and without sorting."""
+        of = self
+        if not options["causal"]:
+            real = {"cu_seqlens_q": self.cu_seqlens_k, "seqused_q": self.seqused_k}
+            of = replace(self, **real, order_q=self.order_k)
+        if of.order_q is None:
+            return of._attend_packed(q, k, v, **options)
+        return cast(Tensor, flash_attn_func(q, k, v, attn_mask=of._pairs(), **options))
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         q, k, v = _sort(q, self.order_q), _sort(k, self.order_k), _sort(v, self.order_k)
         max_seqlen_q, max_seqlen_k = self.max_seqlens or (q.shape[1], k.shape[1])
         packed = flash_attn_varlen_func(
@@ -98,6 +117,15 @@ class Sequences:
         )
         out = cast(Tensor, packed).unflatten(0, q.shape[:2])
         return out if self.order_q is None else _sort(out, self.order_q.argsort(1))
+
+    def _pairs(self) -> Tensor:
+        """(batch, 1, seqlen_q, seqlen_k): those of real tokens, of sequences that are scattered."""
+        of_queries, of_keys = (
+            order.argsort(1) < used[:, None]
+            for order, used in ((self.order_q, self.seqused_q), (self.order_k, self.seqused_k))
+            if order is not None and used is not None
+        )
+        return (of_queries[:, :, None] & of_keys[:, None])[:, None]
 
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert self.key_range is not None
@@ -115,9 +143,14 @@ def is_decoding(
     causal: bool,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     **_: Any,
 ) -> bool:
-    """Whether q continues the sequences of k and wants no gradients, as in generation."""
+    """Whether q continues the sequences of k and wants no gradients, as in generation, and nothing
+    that flash_attn_with_kvcache lacks.
+    """
+    if relative_bias is not None:
+        return False
     needs_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, sink)
     )
@@ -126,7 +159,7 @@ def is_decoding(
 
 def for_decoding(options: dict[str, Any]) -> dict[str, Any]:
     """Options of flash_attn_varlen_func without those that only training has."""
-    training = ("dropout_p", "deterministic")
+    training = ("dropout_p", "deterministic", "relative_bias")
     return {name: value for name, value in options.items() if name not in training}
 
 

@@ -31,27 +31,35 @@ class RandomMask:
 
 @dataclass(frozen=True)
 class RandomBias:
-    """Normal values, in fp32 or else the dtype of q; `hidden` is the share that is -inf."""
+    """Normal values, in fp32 or else the dtype of q; `hidden` is the share that is -inf.
+
+    With a `reach` a relative_bias, for which the reference has the bias that it stands for.
+    """
 
     own: str = "bhq"
     fp32: bool = False
     hidden: float = 0.0
     requires_grad: bool = True
+    reach: int | None = None
 
     def __str__(self) -> str:
         dtype = "fp32" if self.fp32 else "same"
-        return f"bias{self.own}-{dtype}" + (f"-hidden{self.hidden:g}" if self.hidden else "")
+        own = self.own if self.reach is None else f"to{self.reach}"
+        return f"bias{own}-{dtype}" + (f"-hidden{self.hidden:g}" if self.hidden else "")
 
 
 @dataclass(frozen=True)
 class MaskedInputs:
-    """`of`: the inputs without a mask. bias and mask have four dimensions."""
+    """`of`: the inputs without a mask. bias and mask have four dimensions. relative_bias: what the
+    bias is made of, if it is.
+    """
 
     of: Any  # AttentionInputs or VarlenInputs
     mask: Tensor | None  # bool, True visible
     blocks: Tensor | None  # bool, the blocks that the mask consists of
     bias: Tensor | None
     sink: Tensor | None
+    relative_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class MaskedCase:
 
     def make_inputs(self, seed: int = 0) -> MaskedInputs:
         generator = torch.Generator(self.of.device).manual_seed(seed + 1)
-        mask = blocks = bias = sink = None
+        mask = blocks = bias = sink = relative_bias = None
         seqlen_q, seqlen_k = self.seqlens
         if self.mask is not None:
             size = self.mask.size
@@ -92,15 +100,41 @@ class MaskedCase:
             mask = expand_blocks(blocks, size, seqlen_q, seqlen_k)
         if self.bias is not None:
             shape = self._shape(self.bias.own, seqlen_q, seqlen_k)
+            if self.bias.reach is not None:
+                shape = self.of.num_heads_q, 2 * self.bias.reach + 1
             dtype = torch.float32 if self.bias.fp32 else self.of.dtype
             bias = torch.randn(shape, generator=generator, device=self.of.device).to(dtype)
             if self.bias.hidden > 0.0:
                 chance = torch.rand(shape, generator=generator, device=self.of.device)
                 bias = bias.masked_fill(chance < self.bias.hidden, -torch.inf)
+            if self.bias.reach is not None:
+                relative_bias, bias = bias, self.over_pairs(bias)
         if self.sink is not None:
             heads = self.of.num_heads_q
             sink = torch.randn(heads, generator=generator, device=self.of.device).to(self.sink)
-        return MaskedInputs(self.of.make_inputs(seed), mask, blocks, bias, sink)
+        of = self.of.make_inputs(seed)
+        return MaskedInputs(of, mask, blocks, bias, sink, relative_bias)
+
+    def over_pairs(self, relative_bias: Tensor) -> Tensor:
+        """(B|1, Hq, Sq, Sk), differentiable: the bias that it stands for."""
+        reach = relative_bias.shape[1] // 2
+        queries, keys = (torch.arange(x, device=relative_bias.device) for x in self.seqlens)
+        distance = keys - queries[:, None]
+        of = self.of
+        if isinstance(of, VarlenCase):
+            shifts = [
+                k - pad - q
+                for q, k, pad in zip(
+                    of.used_q or of.lengths_q,
+                    of.used_k or of.keys,
+                    of.leftpad or [0] * of.batch,
+                    strict=True,
+                )
+            ]
+        else:
+            shifts = [self.seqlens[1] - self.seqlens[0]]
+        places = [(distance - shift).clamp(-reach, reach) + reach for shift in shifts]
+        return torch.stack([relative_bias[:, place] for place in places])
 
     def _shape(self, own: str, rows: int, columns: int) -> tuple[int, int, int, int]:
         batch = self.of.batch if "b" in own else 1
@@ -109,6 +143,8 @@ class MaskedCase:
     def arguments(self, inputs: MaskedInputs) -> dict[str, Any]:
         """The keyword arguments that a mask adds to a call's."""
         arguments: dict[str, Any] = {"attn_mask": inputs.bias, "sink": inputs.sink}
+        if inputs.relative_bias is not None:
+            arguments |= {"attn_mask": None, "relative_bias": inputs.relative_bias}
         if self.mask is None:
             return arguments
         seqlens = self.seqlens

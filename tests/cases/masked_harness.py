@@ -36,7 +36,7 @@ def attend_masked(
     given = {name: leaves.get(name, getattr(of, name)) for name in "qkv"}
     masks = case.arguments(inputs)
     if "bias" in leaves:
-        masks["attn_mask"] = leaves["bias"]
+        masks["attn_mask" if inputs.relative_bias is None else "relative_bias"] = leaves["bias"]
     if "sink" in leaves:
         masks["sink"] = leaves["sink"]
     options = {**case.of.arguments(), "alibi_slopes": of.alibi_slopes, **masks, **changes}
@@ -66,7 +66,8 @@ def run_masked(
     if backward:
         leaves = {name: getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"}
         if case.bias is not None and case.bias.requires_grad:
-            leaves["bias"] = inputs.bias.detach().requires_grad_()
+            bias = inputs.bias if inputs.relative_bias is None else inputs.relative_bias
+            leaves["bias"] = bias.detach().requires_grad_()
         if case.sink is not None:
             leaves["sink"] = inputs.sink.detach().requires_grad_()
     returns_lse = case.returns_lse and (case.of.dropout_p == 0.0 or "block_mask" not in changes)
@@ -152,7 +153,20 @@ def masked_reference(
     """(fp64 result, naive low-precision result) for tolerance.assert_close."""
     masks = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
     use_dlse = use_dlse and case.returns_lse
-    return run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
+    results = run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
+    if inputs.relative_bias is not None:
+        for result in results:
+            result.dbias = _of_distances(case, result.dbias, inputs.relative_bias)
+    return results
+
+
+def _of_distances(case: MaskedCase, dbias: Tensor | None, relative_bias: Tensor) -> Tensor | None:
+    """The gradient of a relative_bias, of that of the bias that it stands for."""
+    if dbias is None:
+        return None
+    leaf = relative_bias.to(torch.float64).requires_grad_()
+    (found,) = torch.autograd.grad(case.over_pairs(leaf), leaf, dbias.double())
+    return found.to(dbias.dtype)
 
 
 def check_masked(

@@ -124,14 +124,19 @@ def test_every_array_is_here() -> None:
         ("bias", (1, 1, 8, 9), "2 or 1, 4 or 1, 9 or more or 1, 9 or more"),
         ("bias", (1, 2, 1, 9), "2 or 1, 4 or 1, 9 or more or 1, 9 or more"),
         ("bias", (1, 1, 1, 8), "2 or 1, 4 or 1, 9 or more or 1, 9 or more"),
+        ("bias_by_distance", (1, 1, 2, 18), "2 or 1, 4 or 1, 1, 18 or more"),
+        ("bias_by_distance", (1, 1, 1, 17), "2 or 1, 4 or 1, 1, 18 or more"),
     ],
 )
 def test_over_pairs_of_packed_sequences(name: str, shape: tuple[int, ...], must: str) -> None:
+    others: Described = LISTS
+    if name.startswith("bias"):
+        name, others = "bias", {"bias_by_distance": name != "bias"}
     assert name in OVER_PAIRS
     array = zeros(*shape, dtype=torch.bfloat16 if name == "bias" else torch.int32)
-    lists = {} if name == "bias" else LISTS
-    call = described(PACKED | lists | {name: array})
+    call = described(PACKED | others | {name: array})
     for road in ROADS:
         assert words_of(road, call, ValueError) == f"{name}: must have shape ({must}), got {shape}"
     for road in ROADS:
         road(described(PACKED | LISTS | {"bias": zeros(1, 1, 20, 20)}))
+        road(described(PACKED | {"bias": zeros(2, 4, 1, 30), "bias_by_distance": True}))

@@ -285,7 +285,11 @@ OF_HVP: Wrong = [
     ({"tlse": torch.zeros(2, 4, 7)}, TypeError, "tlse: dtype must be torch.float64, got torch.flo"),
     ({"tout": None}, TypeError, "tout: must be attention_jvp's for these tangents, got None"),
     ({"tlse": None}, TypeError, "tlse: must be attention_jvp's for these tangents, got None"),
-    ({"softcap": 1.0}, NotImplementedError, "attn_mask: has no gradient with softcap, got a soft"),
+    (
+        {"softcap": 1.0},
+        NotImplementedError,
+        "attn_mask, relative_bias: have no gradient with softcap, got a soft",
+    ),
     ({"bias": None, "tbias": None}, ValueError, "wants_dbias: must be False without a bias, got "),
 ]
 

@@ -24,7 +24,12 @@ from tests.cases.masked import (
     masked_dense,
     masked_varlen,
 )
-from tests.cases.masked_harness import check_filled_rows, masked_reference, run_masked
+from tests.cases.masked_harness import (
+    attend_masked,
+    check_filled_rows,
+    masked_reference,
+    run_masked,
+)
 from tests.cases.pairwise import pairwise
 from tests.reference import attention_with_gradients
 from tests.reference.tolerance import assert_close
@@ -162,6 +167,30 @@ def test_a_bias_of_minus_infinity_hides() -> None:
     torch.testing.assert_close(actual.out[:, rows], expected[:, rows])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_second_derivatives_of_a_bias_by_distance(packed: bool) -> None:
+    """Those of the bias that it stands for."""
+    bias = RandomBias(reach=20)
+    case = masked_dense(None, bias, seqlen_q=40, seqlen_k=70, **BASE)
+    if packed:
+        case = masked_varlen(None, bias, lengths_q=(40, 3), lengths_k=(9, 70), **BASE)
+    inputs = case.make_inputs()
+
+    def gradients(is_relative: bool, table: Tensor) -> list[Tensor]:
+        given = inputs if is_relative else replace(inputs, relative_bias=None)
+        leaf = table if is_relative else case.over_pairs(table)
+        leaves = {"bias": leaf, "q": inputs.of.q.clone().requires_grad_()}
+        out = attend_masked(case, given, leaves)
+        found = torch.autograd.grad(out.square().sum(), (leaves["q"], table), create_graph=True)
+        loss = sum(x.sin().sum() for x in found)
+        return [out, *found, *torch.autograd.grad(loss, (leaves["q"], table))]
+
+    assert inputs.relative_bias is not None
+    table = inputs.relative_bias.requires_grad_()
+    for x, y in zip(gradients(True, table), gradients(False, table), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fill", [-1e9, -1e12, -1e30, "least"])
 def test_rows_filled_with_a_large_number(fill: float | str, dtype: torch.dtype) -> None:
@@ -245,7 +274,10 @@ FEATURES = {
         *(None, RandomMask(0.5, 1, "q"), RandomMask(0.3, 1, "bhq"), RandomMask(0.5, 64, "hq")),
         *(RandomMask(0.5, 1, "b"), RandomMask(0.6, 128, "bq", "blocks")),
     ],
-    "bias": [None, RandomBias("bhq"), RandomBias("h"), RandomBias("q", hidden=0.3)],
+    "bias": [
+        *(None, RandomBias("bhq"), RandomBias("h"), RandomBias("q", hidden=0.3)),
+        *(RandomBias(reach=40), RandomBias(reach=500, hidden=0.1)),
+    ],
     "sink": [None, torch.float64],
     "causal": [False, True],
     "window": [(-1, -1), (20, -1), (7, 3)],
@@ -299,6 +331,7 @@ def test_other_dtypes_are_close(dtype: torch.dtype) -> None:
         (RandomMask(0.3, 1, "bhq"), None),
         (RandomMask(0.5, 64, "q", "blocks"), RandomBias("hq", fp32=True)),
         (None, RandomBias("b")),
+        (None, RandomBias(reach=60)),
     ):
         fields = {**BASE, "dtype": dtype, "seqlen_q": 130, "seqlen_k": 150}
         case = masked_dense(mask, bias, torch.float32, **fields)

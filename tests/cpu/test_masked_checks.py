@@ -14,6 +14,7 @@ from flash_attn_cuda import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    t5_relative_bias,
 )
 from flash_attn_cuda.functions.interface import _flash_attn_varlen_forward
 from tests.cases.masked_operators import int32, make_inputs
@@ -79,6 +80,17 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"block_mask": sparsity(1, 2, 7, 9)}, ValueError, "block_mask: heads must be 1 or that of q"),
     ({"block_mask": sparsity(7, 9).to("meta")}, ValueError,
      "block_mask: must be on the device of q (cpu), got meta"),
+    ({"relative_bias": 1.0}, TypeError, "relative_bias: must be a torch.Tensor, got float"),
+    ({"relative_bias": ones(4, 3, dtype=torch.half)}, TypeError,
+     "relative_bias: dtype must be torch.float64 or torch.float32, got torch.float16"),
+    ({"relative_bias": ones(4, 3, dtype=torch.float32, device="meta")}, ValueError,
+     "relative_bias: must be on the device of q (cpu), got meta"),
+    *(({"relative_bias": ones(*shape, dtype=torch.float32)}, ValueError,
+       "relative_bias: must have shape (heads_q, 2 * reach + 1) with as many heads as q (4), got "
+       f"{shape}") for shape in ((4, 4), (3, 5), (1, 4, 5))),
+    ({"relative_bias": ones(4, 3, dtype=torch.float32),
+      "attn_mask": ones(7, 9, dtype=torch.float32)}, NotImplementedError,
+     "relative_bias: must be None with a floating attn_mask, got a tensor"),
     ({"sink": 1.0}, TypeError, "sink: must be a torch.Tensor, got float"),
     ({"sink": ones(4)}, TypeError,
      "sink: dtype must be one of float32, float16, bfloat16, got torch.bool"),
@@ -98,6 +110,24 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], words:
     q, k, v, _, _ = make_inputs()
     with pytest.raises(error, match="^" + re.escape(words)):
         flash_attn_func(q, k, v, **changes)
+
+
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"weight": 1.0}, TypeError, "weight: must be a torch.Tensor, got float"),
+    ({"weight": ones(8, 4)}, TypeError, "weight: must be floating, got torch.bool"),
+    ({"weight": torch.ones(8)}, ValueError,
+     "weight: must have shape (num_buckets, heads_q) with at least 4 buckets, an even number, got"),
+    ({"weight": torch.ones(7, 4)}, ValueError, "weight: must have shape (num_buckets, heads_q)"),
+    ({"weight": torch.ones(1, 4), "bidirectional": False}, ValueError,
+     "weight: must have shape (num_buckets, heads_q) with at least 2 buckets, got (1, 4)"),
+    ({"max_distance": 2}, ValueError,
+     "max_distance: must be above 2, the distances that have buckets of their own, got 2"),
+    ({"max_distance": 2.5}, TypeError, "max_distance: must be an integer"),
+], ids=lambda x: str(x)[:60])  # fmt: skip
+def test_wrong_tables_of_t5(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    given = {"weight": torch.ones(8, 4), "bidirectional": True} | options
+    with pytest.raises(error, match="^" + re.escape(words)):
+        t5_relative_bias(**given)
 
 
 def test_a_bool_mask_for_each_entry_of_vmap() -> None:
@@ -141,13 +171,13 @@ def test_q_k_and_v_are_checked() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask": ones(7, 9, dtype=torch.float64), "softcap": 2.0},
-     "attn_mask: has no gradient with softcap, got a softcap of 2.0"),
+     "attn_mask, relative_bias: have no gradient with softcap, got a softcap of 2.0"),
     ({"attn_mask": ones(7, 9), "deterministic": True},
      "deterministic: must be False with a block mask, got True"),
     ({"block_mask": sparsity(7, 9), "deterministic": True},
      "deterministic: must be False with a block mask, got True"),
     ({"attn_mask": ones(7, 9, dtype=torch.float64), "deterministic": True},
-     "deterministic: must be False with a floating attn_mask, got True"),
+     "deterministic: must be False with a floating attn_mask or a relative_bias, got True"),
 ]  # fmt: skip
 
 

@@ -36,6 +36,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "seqlen_k": ("seqlen_k", 3, "None", "3"),
     "bias": ("attn_mask", torch.zeros(2, 4, 3, 10), "None", "a tensor"),
     "quantizes_tokens": ("quantize", True, "None", "'token'"),
+    "bias_by_distance": ("bias_by_distance", True, "False", "True"),
     "fp32_results": ("fp32_results", True, "False", "True"),
     "deterministic": ("deterministic", True, "False", "True"),
 }
@@ -85,6 +86,7 @@ CALLS: dict[str, Described] = {
     "has_masks": PACKED | {"bias": zeros(2, 4, 9, 9)},
     "has_lists": ONE_LENGTH | LISTS,
     "not has_lists": ONE_LENGTH,
+    "not bias": ONE_LENGTH,
     "bias": ONE_LENGTH | {"bias": zeros(1, 1, 3, 10)},
     "wants_s_dmask": PACKED | {"dropout_p": 0.5, "return_softmax": True},
     "qv": LATENT,
@@ -123,6 +125,7 @@ ABSENT = (
     ("block_table", NotImplementedError, "with a block_table", OF_TRAINING),
     ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
     ("not has_lists", ValueError, "without a block mask", "mask_bits"),
+    ("not bias", ValueError, "without a bias", "bias_by_distance"),
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
     ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
@@ -263,7 +266,7 @@ OF_BACKWARD: tuple[tuple[str, Described, str], ...] = (
     ("has_lists", {"deterministic": True},
      "deterministic: must be False with a block mask, got True"),
     ("bias", {"deterministic": True},
-     "deterministic: must be False with a floating attn_mask, got True"),
+     "deterministic: must be False with a floating attn_mask or a relative_bias, got True"),
 )  # fmt: skip
 OF_DIRECTION = (
     ("qv", f"qv: must be None {DIRECTED}, got a tensor"),
@@ -440,7 +443,7 @@ def test_of_a_recorded_call(changes: Described, kind: type[Exception], words: st
 
 def test_of_the_gradient_of_a_bias() -> None:
     call = described(ONE_LENGTH | {"bias": zeros(1, 1, 3, 10).requires_grad_(), "softcap": 2.0})
-    words = "attn_mask: has no gradient with softcap, got a softcap of {}"
+    words = "attn_mask, relative_bias: have no gradient with softcap, got a softcap of {}"
     check_gradients(call, wants_dbias=False)
     road = partial(check_gradients, call, wants_dbias=True)
     assert_refused(road, NotImplementedError, words.format("2.0"))

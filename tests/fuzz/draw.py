@@ -171,6 +171,7 @@ class Draw:
                 self.chance(0.5),
                 hidden,
                 of.softcap == 0.0 and self.chance(0.7),
+                self.rng.choice((None, None, 0, 17, 128, 1000)),
             )
         if self.chance(0.1):
             sink = self.rng.choice((torch.float32, of.dtype))

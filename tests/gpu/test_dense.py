@@ -290,6 +290,14 @@ BIASES: dict[str, list[Call]] = {
         batch=3, lengths=(200, 333), num_heads_k=2, head_dim=[64, 128], bias=EVERY_BIAS,
         of=[{}, {"causal": True, "dtype": FP16}],
     ),
+    "by distance": grid(
+        heads=(4, 2), head_dim=[64, 128], causal=BOTH,
+        lengths=[(1, 1), (1, 300), (300, 1), (129, 127), (321, 65), (200, 700)],
+        bias=[
+            *(RandomBias(reach=0), RandomBias(reach=33, hidden=0.2), RandomBias(reach=1000)),
+            {"bias": RandomBias(fp32=True, reach=128), "mask": RandomMask(0.5, 64, "q", "blocks")},
+        ],
+    ),
     # Odd numbers of keys too, where rows of a bias start on no boundary.
     "lengths": grid(
         heads=(2, 1), causal=BOTH,
@@ -312,7 +320,10 @@ BIASES: dict[str, list[Call]] = {
     ),
     "features": grid(
         lengths=(200, 333), num_heads_k=2, head_dim=[64, 128],
-        bias=[{"bias": RandomBias("bhq")}, {"bias": RandomBias("h"), "sink": FP32}],
+        bias=[
+            *({"bias": RandomBias("bhq")}, {"bias": RandomBias("h"), "sink": FP32}),
+            {"bias": RandomBias(reach=60)},
+        ],
         of=[
             *({"window": (70, -1)}, {"window": (33, 20), "causal": True}, {"dropout_p": 0.3}),
             *({"alibi": Alibi.per_batch}, {"softmax_scale": -0.3}, {"softmax_scale": 0.0}),

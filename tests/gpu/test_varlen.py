@@ -176,6 +176,7 @@ SCORES: dict[str, list[Call]] = {
         bias=[
             *({"bias": RandomBias("bhq")}, {"bias": RandomBias("h", fp32=True)}),
             *({"bias": RandomBias("")}, {"bias": RandomBias("q", fp32=True)}),
+            {"bias": RandomBias(reach=40)},
             {"bias": RandomBias("b"), "mask": RandomMask(0.5, 64, "bhq", "sparsity"), "sink": BF16},
         ],
     ),

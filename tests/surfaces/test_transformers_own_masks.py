@@ -259,7 +259,9 @@ def test_the_gradient_of_a_mask() -> None:
     weights = (q @ keys.mT * 0.3 + bias).softmax(-1)
     (expected,) = torch.autograd.grad((weights @ values).square().sum(), bias)
     torch.testing.assert_close(gradient, expected)
-    with pytest.raises(NotImplementedError, match=r"attn_mask: has no gradient with softcap"):
+    with pytest.raises(
+        NotImplementedError, match=r"attn_mask, relative_bias: have no gradient with softcap"
+    ):
         attend(q, k, v, bias, softcap=2.0)
     assert attend(q, k, v, bias.detach(), softcap=2.0).isfinite().all()
 
