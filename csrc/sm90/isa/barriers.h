@@ -91,7 +91,7 @@ enum class NamedBarrier : std::uint32_t {
   first_turn = 0,                 // forward, + w: warpgroup w may start its products
   first_output = most_consumers,  // + w: the buffer for its results is free; they are in there
   dq = 0,                         // backward: whose turn it is to add dQ has come
-  partner = 0,                    // latent, + w: warpgroup w of two has come here
+  partner = 0,                    // latent, + 2 t + w: warpgroup w of two has come, in turn t
 };
 // Beside those that CUTLASS keeps for itself.
 static_assert(2 * most_consumers + cutlass::arch::NamedBarrier::ReservedNamedBarrierCount <= 16,
@@ -137,10 +137,11 @@ CUTE_DEVICE void sync_dq() {
 }
 
 // All threads of two consumer warpgroups, whose code is not the same: each comes to its own barrier
-// and waits at the other's.
-template <int kWarpgroup>
+// and waits at the other's. Turns 0 and 1 alternate: who has heard of the other may come again
+// before the other has begun to wait, and at the same barrier would stand for it.
+template <int kWarpgroup, int kTurn>
 CUTE_DEVICE void sync_with_partner() {
-  constexpr auto first = static_cast<std::uint32_t>(NamedBarrier::partner);
+  constexpr auto first = static_cast<std::uint32_t>(NamedBarrier::partner) + 2 * kTurn;
   cutlass::arch::NamedBarrier::arrive(2 * warpgroup_threads, first + kWarpgroup);
   cutlass::arch::NamedBarrier::sync(2 * warpgroup_threads, first + 1 - kWarpgroup);
 }

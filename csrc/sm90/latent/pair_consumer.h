@@ -253,11 +253,11 @@ struct LatentPairConsumer {
       softmax.sum[row] = quad_reduce(softmax.sum[row], [](float a, float b) { return a + b; });
       if (lane % 4 == 0) smem.told.sums[kWarpgroup][row_of(row)] = softmax.sum[row];
     }
-    sync_with_partner<kWarpgroup>();
+    sync_with_partner<kWarpgroup, 0>();
     CUTE_UNROLL
     for (int row = 0; row < rows; ++row)
       softmax.sum[row] += smem.told.sums[1 - kWarpgroup][row_of(row)];
-    sync_with_partner<kWarpgroup>();
+    sync_with_partner<kWarpgroup, 1>();
     CUTE_UNROLL
     for (int row = 0; row < rows; ++row) {
       const PackedRow place = latent_row<Traits>(args, item.work, row_of(row));
