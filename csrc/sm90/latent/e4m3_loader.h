@@ -139,6 +139,16 @@ struct E4m3Loader {
     return (bits | bits >> 12) & 0xffu;
   }
 
+  // Passes on the block that is there, if one is: no other comes behind it for now.
+  CUTE_DEVICE void finish() {
+    if (!has_block) return;
+    has_block = false;
+    cp_async_wait<0>();
+    float own_scales[scales];
+    CUTE_UNROLL
+    for (int piece = 0; piece < Traits::pieces; ++piece) pass_on(piece, own_scales);
+  }
+
   CUTE_DEVICE void run() {
     const int row = 8 * warp + lane / lanes_per_row;
     const auto visit = [&](LatentItem const& item, KeyPlace const& place) {
@@ -155,12 +165,9 @@ struct E4m3Loader {
       has_block = true;
       seen = rows_of(place.exists());
     };
-    for_each_block<Traits>(args, smem, row, visit);
-    if (!has_block) return;
-    cp_async_wait<0>();
-    float own_scales[scales];
-    CUTE_UNROLL
-    for (int piece = 0; piece < Traits::pieces; ++piece) pass_on(piece, own_scales);
+    const auto pause = [&] { finish(); };
+    for_each_block<Traits>(args, smem, row, visit, pause);
+    finish();
   }
 };
 

@@ -7,13 +7,15 @@
 namespace flash_attn_cuda::sm90 {
 
 // visit(item, place) for each block of the CTA's, by a whole warp: each lane has one of a block's
-// rows, whose place it is.
-template <class Traits, class Visit>
+// rows, whose place it is. pause() for an item without blocks: the one behind it may come no sooner
+// than the blocks before it have been read.
+template <class Traits, class Visit, class Pause>
 CUTE_DEVICE void for_each_block(LatentArguments const& args, typename Traits::SharedStorage& smem,
-                                int row, Visit visit) {
+                                int row, Visit visit, Pause pause) {
   ForwardParams const& params = args.params;
   const Divider page_size = Divider::by(max(params.paged.page_size, 1));
   for_each_item<Traits>(smem, [&](LatentItem const& item) {
+    if (item.range.empty()) return pause();
     Sequence const& sequence = item.work.sequence;
     const KeyRows rows = KeyRows::of(params.paged, sequence, page_size);
     const auto list =
@@ -122,7 +124,7 @@ struct RowLoader {
     const auto visit = [&](LatentItem const& item, KeyPlace const& place) {
       load(place, item.work.head);
     };
-    for_each_block<Traits>(args, smem, half * 32 + lane, visit);
+    for_each_block<Traits>(args, smem, half * 32 + lane, visit, [] {});
   }
 };
 
