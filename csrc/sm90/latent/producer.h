@@ -106,7 +106,7 @@ struct KeyLoader {
 };
 
 // A warp's loads of Q, each lane boxes of rows that are heads of one query. Rows that do not attend
-// may be anything: they are columns of the products, and stay by themselves.
+// may be anything, as rows of Q stay by themselves in the products: no box lies outside the tensor.
 template <class Traits>
 CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::SharedStorage& smem) {
   using Element = typename Traits::Element;
@@ -114,6 +114,7 @@ CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::Shar
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
   constexpr int bytes = Traits::block_m * columns * Traits::pieces * int(sizeof(Element));
   const int boxes = Traits::block_m / args.query_box_rows;  // of a piece
+  const int last_head = args.params.shape.num_heads_q - args.query_box_rows;
   PipelineState<1> state;
   for_each_item<Traits>(smem, [&](LatentItem const& item) {
     if (item.range.empty()) return;
@@ -126,10 +127,11 @@ CUTE_DEVICE void load_queries(LatentArguments const& args, typename Traits::Shar
       const int piece = i / boxes;
       const int row = (i - piece * boxes) * args.query_box_rows;
       const PackedRow place = latent_row<Traits>(args, item.work, row);
-      const int query = sequence.row_q + min(place.query, sequence.seqlen_q - 1);
+      const int query = sequence.row_q + max(0, min(place.query, sequence.seqlen_q - 1));
       SM90_TMA_LOAD_4D::copy(piece == 0 ? &args.q_map : &args.qv_map, full, hint,
                              smem.q + (piece * Traits::block_m + row) * columns,
-                             max(piece - 1, 0) * columns, place.head, query, sequence.batch_q);
+                             max(piece - 1, 0) * columns, min(place.head, last_head), query,
+                             sequence.batch_q);
     }
     __syncwarp();
     state.advance();
