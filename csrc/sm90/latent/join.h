@@ -25,9 +25,10 @@ struct JoinedParts {
     out[row][0] *= factor;
     out[row][1] *= factor;
   }
-  // After raise(). What a lse of -inf belongs to adds nothing, whatever it is.
+  // After raise(). What a lse of -inf belongs to adds nothing, whatever it is. But parts whose lse
+  // is NaN have raised nothing, and of those the weight is NaN.
   CUTE_DEVICE void add(int row, float lse, float weight, float first, float second) {
-    if (lse == -INFINITY) return;
+    if (lse == -INFINITY && !isnan(weight)) return;
     const float factor = fast_exp2(lse - largest[row]);
     sum[row] += weight * factor;
     out[row][0] += first * factor;
