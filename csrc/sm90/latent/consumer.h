@@ -47,7 +47,7 @@ CUTE_DEVICE void modify_latent_scores(LatentArguments const& args, Scores& score
   if (args.params.score.softcap > 0.0f) Softcap::scale_and_apply(args.params.score, scores);
 }
 
-// Of a row of the item: `row` of the tile, which lies at `place`.
+// Of the item's row at `place`, of which this is the sum of P.
 CUTE_DEVICE Denominator latent_denominator(LatentArguments const& args, LatentItem const& item,
                                            PackedRow const& place, float sum, float reference) {
   const bool attends = place.query < item.work.sequence.seqlen_q;
@@ -56,6 +56,7 @@ CUTE_DEVICE Denominator latent_denominator(LatentArguments const& args, LatentIt
   if (attends && item.is_first) total = total.with_sink(sink_of(args.params.score, place.head));
   return total;
 }
+// Of row `row` of the tile, which lies at `place`.
 template <class Traits>
 CUTE_DEVICE void write_latent_lse(LatentArguments const& args, LatentItem const& item, int row,
                                   PackedRow const& place, Denominator const& total) {

@@ -97,7 +97,6 @@ struct LatentPairConsumer {
     if (is_last) consumer_release(smem.q_ring, q_state);
     const std::uint64_t seen = keys_seen(at);
     const bool sees_all = __all_sync(0xffffffffu, (~seen & 0x0303'0303'0303'0303u) == 0);
-
     release(at);
     modify_latent_scores(args, tSrS);
     if (!item.range.is_interior(block) || !sees_all) hide(item, block, seen, tSrS);

@@ -99,7 +99,7 @@ struct LatentTraits {
                  [block_n / 32];  // keys, a bit each, of the block whose first piece is there
   };
 
-  static_assert(block_n == 64, "the rows of a product");
+  static_assert(block_n == 64, "the rows of a product, or its columns");
   static_assert(is_swapped || (block_m == 64 && stages % pieces == 0),
                 "a block's pieces lie in a row");
   static_assert(config.head_dim == piece_columns, "the rotary columns are a piece");

@@ -114,6 +114,7 @@ struct Partner {
 };
 
 // One side of two that tell in turn. One place is enough: who writes it anew has heard what it was.
+// Who told last and begins again has met the other between.
 struct PartnerInTurn {
   Told& told;
   int thread;
