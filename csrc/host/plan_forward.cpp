@@ -155,7 +155,8 @@ void plan_latent(const ForwardParams& params, ForwardPlan& plan) {
     plan.keys_per_split = invariant_split_keys;
     plan.num_splits = ceil_div(most_keys_of_decode(params), invariant_split_keys);
   } else if (split.num_splits > 1) {
-    plan.num_splits = split.num_splits;
+    const int blocks = ceil_div(most_keys_of_decode(params), plan.instance->config.block_n);
+    plan.num_splits = std::min(split.num_splits, std::max(1, blocks));
   }
   const bool has_parts = plan.num_splits > 1;
   const bool is_whole = split.num_splits == 1 || split.batch_invariant || tiles >= many * plan.grid;

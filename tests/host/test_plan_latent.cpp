@@ -130,6 +130,8 @@ TEST(partial_results_have_the_latent_columns_and_pairs_of_warps_their_own_keys) 
   CHECK_EQ(plan.num_splits, 7);
   CHECK(plan.workspace_bytes >= sizeof(float) * 4 * 16 * 7 * (512 + 1));
   CHECK_EQ(planned(shape, in_parts(100000), a100).num_splits, 8192 / (2 * 16));
+  CHECK_EQ(planned(shape, in_parts(7)).num_splits, 7);
+  CHECK_EQ(planned(shape, in_parts(100000)).num_splits, 8192 / 64);
 }
 
 TEST(lists_give_every_query_tiles_of_its_own_and_splits_count_their_entries) {
