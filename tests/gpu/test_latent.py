@@ -61,6 +61,11 @@ SHAPES: dict[str, list[Call]] = {
         capacity=LONGEST + 60, num_heads_q=[16, 128], page_size=PAGES, seqlens_q=[1, 3],
         causal=True,
     ),
+    # CTAs that take several whole tiles, some of which see no key.
+    "many sequences": grid(
+        **LATENT, cached=(65, 0, 3, 0, 0) * scaled(240, 2), capacity=70, page_size=[None, 16],
+        num_heads_q=[16, 128],
+    ),
     "columns": grid(
         **(LATENT | {"head_dim": [64, 24], "head_dim_v": [512, 456, 256, 200]}), dtype=DTYPES,
         cached=(LONG, 64, 3), capacity=LONG, num_heads_q=[8, 64], page_size=[None, 48],
@@ -136,6 +141,10 @@ FP8_SHAPES: dict[str, list[Call]] = {
         **LATENT, form=["rows", "batch"], cached=[(0, 1, 63, 64), (65, LONG, LONGEST, 0)],
         capacity=LONGEST + 60, num_heads_q=[16, 128], page_size=PAGES, seqlens_q=[1, 3],
         causal=True,
+    ),
+    "many sequences": grid(
+        **LATENT, form="rows", cached=(65, 0, 3, 0, 0) * scaled(240, 2), capacity=70,
+        page_size=[None, 16], num_heads_q=[16, 128],
     ),
     "columns": grid(
         **LATENT | {"head_dim": [64, 24]}, cached=(LONG, 64, 3), capacity=LONG, dtype=DTYPES,
