@@ -59,10 +59,9 @@ def _t5_bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance
     """Of keys at j - i. `buckets`: of one side. Half of them have one distance each, the others
     ranges that grow by a factor.
     """
+    first, reach = torch.zeros_like(distance), (-distance).clamp(min=0)
     if bidirectional:
         first, reach = (distance > 0) * buckets, distance.abs()
-    else:
-        first, reach = 0, (-distance).clamp(min=0)
     exact = buckets // 2
     growth = (reach.clamp(min=exact).float() / exact).log() / math.log(max_distance / exact)
     far = exact + (growth * (buckets - exact)).long()

@@ -97,8 +97,12 @@ class Sequences:
         """Of real tokens alone, where padded ones would be further apart, and without sorting."""
         of = self
         if not options["causal"]:
-            real = {"cu_seqlens_q": self.cu_seqlens_k, "seqused_q": self.seqused_k}
-            of = replace(self, **real, order_q=self.order_k)
+            of = replace(
+                self,
+                cu_seqlens_q=self.cu_seqlens_k,
+                seqused_q=self.seqused_k,
+                order_q=self.order_k,
+            )
         if of.order_q is None:
             return of._attend_packed(q, k, v, **options)
         return cast(Tensor, flash_attn_func(q, k, v, attn_mask=of._pairs(), **options))
