@@ -6,6 +6,9 @@ other, so they are sequences: a call with chunks is one over more and shorter on
 right as long ones are, whatever kernel that takes, forward and backward. Nothing is copied where
 lengths are equal and multiples of the chunk. All else is arithmetic on the device, in pieces of
 which there are as many as there can be; those without a query are empty.
+
+A mask or a bias is over the pairs of whole sequences, so a call that has one stays whole, and its
+block mask hides what is in another chunk. Dropout then drops what it drops without chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from torch import Tensor
 
 from ..call.checks import check_call
 from ..call.fields import AttentionCall, Results
+from ..call.pieces import PIECE, VISIBLE
+from ..call.rules import TILE, tiles_of
 from ..call.tensors import as_index, refuse_with
+from ..masks.lists import intersection, lists_of_pieces, pieces_of_bits, pieces_of_rows
 from ..operators.dtensor_import import is_dtensor
 from .arguments import cast_for_autocast
 from .attend import results_of
@@ -45,6 +51,10 @@ class Sequences:
     row_k: Tensor
     first_k: Tensor
     len_k: Tensor
+
+    def shift(self) -> Tensor:
+        """The key that query 0 is aligned to."""
+        return self.len_k.clamp(min=0) - self.len_q.clamp(min=0)
 
 
 @dataclass
@@ -72,7 +82,7 @@ def _cut(
     piece without keys. `late`: keys before the first query's chunk are in none.
     """
     len_q, len_k = whole.len_q.clamp(min=0), whole.len_k.clamp(min=0)
-    shift = len_k - len_q
+    shift = whole.shift()
     skipped = shift.clamp(min=0) // chunk if late else torch.zeros_like(shift)
     parts = (-(-len_k // chunk) - skipped).clamp(min=0) + int(before)
     ends = parts.cumsum(0)
@@ -120,7 +130,6 @@ def _scales_of(call: AttentionCall, owner: Tensor) -> dict[str, Any]:
 def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Results:
     """What results_of returns, of a call in chunks."""
     reasons = {
-        "an attn_mask or a block_mask": call.has_masks(),
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
         "return_attn_probs and dropout": returns_lse and call.dropout_p > 0.0,
         "key_lists": call.key_lists is not None,
@@ -133,10 +142,13 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
     if is_dtensor(call.q) or is_dtensor(call.k):
         return _in_shards(call, lambda part: attend_in_chunks(part, chunk, True))
     if call.is_packed():
-        return results_of(_of_packed(call, chunk), returns_lse)
+        cut = _hiding_others(call, chunk) if call.has_masks() else _of_packed(call, chunk)
+        return results_of(cut, returns_lse)
     (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
     if seqlen_q <= seqlen_k <= chunk:
         return results_of(call, returns_lse)
+    if call.has_masks():
+        return results_of(_hiding_others(call, chunk), returns_lse)
     if seqlen_q == seqlen_k and seqlen_q % chunk == 0:
         cut = _of_equal_chunks(call, chunk)
     else:
@@ -167,7 +179,7 @@ def _of_equal_chunks(call: AttentionCall, chunk: int) -> AttentionCall:
     return replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
 
 
-def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> AttentionCall:
+def _packed_sequences(call: AttentionCall) -> Sequences:
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_q is not None and cu_k is not None
     rows_q, rows_k = cu_q.diff().long(), cu_k.diff().long()
@@ -175,7 +187,13 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
     last_k = rows_k if call.seqused_k is None else call.seqused_k.long().minimum(rows_k)
     pad = torch.zeros_like(last_k) if call.leftpad_k is None else call.leftpad_k.long()
     row_k = cu_k[:-1].long()
-    whole = Sequences(cu_q[:-1].long(), len_q, row_k, row_k + pad, last_k - pad)
+    return Sequences(cu_q[:-1].long(), len_q, row_k, row_k + pad, last_k - pad)
+
+
+def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> AttentionCall:
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    assert cu_q is not None and cu_k is not None
+    whole = _packed_sequences(call)
     end_q, end_k = cu_q[-1].long(), cu_k[-1].long()  # rows behind are nobody's
     batch = cu_q.shape[0] - 1
     count = call.k.shape[0] // chunk + (2 if before else 1) * batch
@@ -193,6 +211,49 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
         alibi_slopes=_rows_of(call.alibi_slopes, cut.owner),
         **_scales_of(call, cut.owner),
     )
+
+
+# -- with a mask or a bias -----------------------------------------------------------------------
+
+
+def _hiding_others(call: AttentionCall, chunk: int) -> AttentionCall:
+    """The call, whose block mask hides other chunks; with a bias alone it has one then."""
+    rows, bits = call.block_rows, call.mask_bits
+    first: int | Tensor
+    if not call.is_packed():
+        seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+        first = seqlen_k - seqlen_q
+    else:
+        seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
+        first = _packed_sequences(call).shift().view(-1, 1, 1, 1)
+        if rows is not None:  # which may be longer
+            seqlen_q = TILE * rows.shape[2] if bits is None else bits.shape[2]
+            seqlen_k = TILE * (rows.shape[3] - 2)
+    mask = _chunk_mask(chunk, first, seqlen_q, seqlen_k, call.q.device)
+    if rows is not None:
+        mask = intersection((pieces_of_rows(rows, seqlen_q, seqlen_k), bits), mask)
+    pieces, bits = mask
+    rows, columns = lists_of_pieces(pieces)
+    return replace(call, block_rows=rows, block_columns=columns, mask_bits=bits)
+
+
+def _chunk_mask(
+    chunk: int, first: int | Tensor, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Pieces and bits, (1 or batch, 1, ...), of chunks; no bits if each fills pieces. `first`: the
+    key that query 0 is aligned to; of each sequence (batch, 1, 1, 1).
+    """
+    if not isinstance(first, Tensor) and chunk % PIECE == first % PIECE == 0:
+        query = torch.arange(first, first + seqlen_q, PIECE, device=device)[:, None]
+        same = query // chunk == torch.arange(0, seqlen_k, PIECE, device=device) // chunk
+        return same[None, None].to(torch.uint8) * VISIBLE, None
+    position = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1) + first
+    begin = (position // chunk * chunk).clamp(max=seqlen_k)
+    key = torch.arange(4 * tiles_of(seqlen_k), device=device) * 32  # where a word begins
+    low = (begin - key).clamp_(0, 32)
+    high = ((begin + chunk).clamp(max=seqlen_k) - key).clamp_(0, 32)
+    bits = ((1 << high) - (1 << low)).int()
+    return pieces_of_bits(bits, seqlen_q, seqlen_k), bits
 
 
 # -- over a cache --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from ..call.pieces import PARTIAL, PIECE, pieces_of
+from ..call.pieces import HIDDEN, PARTIAL, PIECE, VISIBLE, pieces_of
 from ..call.rules import TILE, tiles_of
 
 CHUNK_PAIRS = 1 << 25  # pairs packed at a time: their temporaries take a byte each
@@ -126,6 +126,24 @@ def by_pair(pieces: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """(B, H, seqlen_q, seqlen_k) of (B, H, pieces of queries, pieces of keys)."""
     keys = pieces.repeat_interleave(PIECE, -1)[..., :seqlen_k]
     return keys.repeat_interleave(PIECE, -2)[..., :seqlen_q, :]
+
+
+def intersection(
+    one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Pieces and bits of what two masks of the same lengths show, given theirs."""
+    (a, a_bits), (b, b_bits) = one, other
+    pieces = torch.where((a != HIDDEN) & (b != HIDDEN), torch.maximum(a, b), HIDDEN)
+    if a_bits is None or b_bits is None or a_bits.numel() == 0:
+        return pieces, b_bits if a_bits is None else a_bits
+    return pieces, (_visible_words(a, a_bits) & _visible_words(b, b_bits)).view(torch.int32)
+
+
+def _visible_words(pieces: Tensor, bits: Tensor) -> Tensor:
+    """A piece's share of each row, int64, whose bits are right where it is VISIBLE too."""
+    row = torch.arange(bits.shape[-2], device=bits.device) // PIECE
+    whole = pad(pieces == VISIBLE, (0, pieces.shape[-1] % 2)).index_select(-2, row)
+    return torch.where(whole, -1, bits.view(torch.int64))
 
 
 # -- lists -----------------------------------------------------------------------------------------

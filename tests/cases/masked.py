@@ -70,10 +70,12 @@ class MaskedCase:
     mask: RandomMask | None = None
     bias: RandomBias | None = None
     sink: torch.dtype | None = None
+    chunk: int = 0  # attention_chunk
 
     def __str__(self) -> str:
         parts = [str(x) for x in (self.of, self.mask, self.bias) if x is not None]
-        return "-".join(parts + ([] if self.sink is None else [f"sink_{DTYPE_NAMES[self.sink]}"]))
+        parts += [] if self.sink is None else [f"sink_{DTYPE_NAMES[self.sink]}"]
+        return "-".join(parts + ([f"chunk{self.chunk}"] if self.chunk else []))
 
     @property
     def seqlens(self) -> tuple[int, int]:
@@ -145,6 +147,7 @@ class MaskedCase:
         arguments: dict[str, Any] = {"attn_mask": inputs.bias, "sink": inputs.sink}
         if inputs.relative_bias is not None:
             arguments |= {"attn_mask": None, "relative_bias": inputs.relative_bias}
+        arguments["attention_chunk"] = self.chunk
         if self.mask is None:
             return arguments
         seqlens = self.seqlens
@@ -159,6 +162,37 @@ class MaskedCase:
             arguments["block_size"] = (self.mask.size, self.mask.size)
         return arguments
 
+    def visible(self, inputs: MaskedInputs) -> Tensor | None:
+        """The mask, and chunks."""
+        if self.chunk == 0:
+            return inputs.mask
+        chunks = chunk_masks(self._lengths(), self.chunk, self.seqlens, self.of.device)
+        return chunks if inputs.mask is None else chunks & inputs.mask
+
+    def _lengths(self) -> list[tuple[int, int]]:
+        """Queries that attend and keys that are there, of each sequence."""
+        of = self.of
+        if isinstance(of, AttentionCase):
+            return [self.seqlens]
+        queries = of.lengths_q if of.used_q is None else of.used_q
+        ends = of.keys if of.used_k is None else of.used_k
+        begins = (0,) * of.batch if of.leftpad is None else of.leftpad
+        return [(q, k - pad) for q, k, pad in zip(queries, ends, begins, strict=True)]
+
+
+def chunk_masks(
+    lengths: list[tuple[int, int]], chunk: int, seqlens: tuple[int, int], device: str
+) -> Tensor:
+    """attention_chunk by its definition, (B, 1, *seqlens), of sequences of so many queries and
+    keys.
+    """
+    query, key = (torch.arange(n, device=device) for n in seqlens)
+    masks = [
+        (query[:, None] + keys - queries).div(chunk, rounding_mode="floor") == key // chunk
+        for queries, keys in lengths
+    ]
+    return torch.stack(masks)[:, None]
+
 
 def expand_blocks(blocks: Tensor, size: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Pairs of blocks (B|1, Hq|1, blocks of queries or 1, blocks of keys)."""
@@ -172,17 +206,21 @@ def masked_dense(
     mask: RandomMask | None = None,
     bias: RandomBias | None = None,
     sink: torch.dtype | None = None,
+    *,
+    chunk: int = 0,
     **fields: Any,
 ) -> MaskedCase:
     """A MaskedCase over an AttentionCase of these fields."""
-    return MaskedCase(AttentionCase(**fields), mask, bias, sink)
+    return MaskedCase(AttentionCase(**fields), mask, bias, sink, chunk)
 
 
 def masked_varlen(
     mask: RandomMask | None = None,
     bias: RandomBias | None = None,
     sink: torch.dtype | None = None,
+    *,
+    chunk: int = 0,
     **fields: Any,
 ) -> MaskedCase:
     """A MaskedCase over a VarlenCase of these fields."""
-    return MaskedCase(VarlenCase(**fields), mask, bias, sink)
+    return MaskedCase(VarlenCase(**fields), mask, bias, sink, chunk)

@@ -20,6 +20,7 @@ from tests.reference.tolerance import Closeness, assert_close
 def skip_without_masked_row(case: MaskedCase, *, backward: bool = True) -> None:
     """Skip the test, saying which row the build lacks, where it cannot run this case."""
     has = {"block_sparse": case.mask is not None, "bias": case.bias is not None}
+    has["block_sparse"] |= has["bias"] and case.chunk > 0
     further = {name for name, wanted in has.items() if wanted}
     reason = missing_row(case.of, backward=backward, further=further)
     if reason is not None:
@@ -151,7 +152,7 @@ def masked_reference(
     case: MaskedCase, inputs: MaskedInputs, *, use_dlse: bool = True
 ) -> tuple[AttentionResult, AttentionResult]:
     """(fp64 result, naive low-precision result) for tolerance.assert_close."""
-    masks = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
+    masks = {"mask": case.visible(inputs), "bias": inputs.bias, "sink": inputs.sink}
     use_dlse = use_dlse and case.returns_lse
     results = run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
     if inputs.relative_bias is not None:

@@ -118,7 +118,7 @@ class Problem:
         """The reference in this dtype, `with_lse` where the public function returns none too."""
         case, inputs = self.case, self.inputs
         options = case.of.options(inputs.of.alibi_slopes, self.keep_mask)
-        options = replace(options, mask=inputs.mask)
+        options = replace(options, mask=case.visible(inputs))
         scale = options.scale(case.of.head_dim)
 
         def attention(leaves: Named) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ SHARED = [Case(heads_q=8, heads_k=heads, keys_are_replicated=True) for heads in 
 DENSE = (
     *(("causal",), ("window", "slopes"), ("slopes-of-batch", "sink"), ("dropout", "causal")),
     *(("bias", "sink"), ("shared-bias",), ("mask",), ("mask-of-heads",), ("chunks", "sink")),
+    *(("chunks", "bias"), ("chunks", "mask-of-heads")),
 )
 PACKED = (
     ("causal",),

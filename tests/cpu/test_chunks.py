@@ -2,53 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.cases.attention import Alibi, AttentionCase, KvCacheCase, VarlenCase
-from tests.cases.harness import (
-    assert_cache_close,
-    attend_over_cache,
-    captured,
-    run_forward_backward,
-    run_reference,
+from flash_attn_cuda import (
+    BlockSparsity,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
 )
+from tests.cases.attention import Alibi, KvCacheCase
+from tests.cases.harness import assert_cache_close, attend_over_cache, captured
+from tests.cases.masked import (
+    MaskedCase,
+    RandomBias,
+    RandomMask,
+    chunk_masks,
+    masked_dense,
+    masked_varlen,
+)
+from tests.cases.masked_harness import masked_reference, run_masked
 from tests.cases.pairwise import pairwise
 from tests.reference.tolerance import assert_close
 
 GPU = [pytest.mark.gpu, pytest.mark.cuda_only]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 
-
-def chunk_mask(seqlen_q: int, seqlen_k: int, chunk: int, device: str = "cpu") -> Tensor:
-    """(seqlen_q, seqlen_k), by the definition."""
-    position = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k, device=device)
-    return position.div(chunk, rounding_mode="floor") == key.div(chunk, rounding_mode="floor")
-
-
-def masks_of(lengths: list[tuple[int, int]], chunk: int, device: str) -> Tensor:
-    """(B, 1, Sq, Sk) of sequences of so many queries and keys."""
-    longest = [max(x) for x in zip(*lengths, strict=True)]
-    made = torch.zeros(len(lengths), 1, *longest, dtype=torch.bool, device=device)
-    for index, (queries, keys) in enumerate(lengths):
-        made[index, 0, :queries, :keys] = chunk_mask(queries, keys, chunk, device)
-    return made
-
-
 FORMS = (
     *(((96, 96), 32), ((100, 100), 32), ((100, 100), 1), ((40, 130), 48), ((130, 40), 48)),
-    *(((1, 97), 32), ((130, 7), 5), ((60, 60), 64), ((9, 0), 4)),
+    *(((1, 97), 32), ((130, 7), 5), ((60, 60), 64), ((9, 0), 4), ((200, 264), 64)),
 )
-FEATURES: tuple[dict[str, Any], ...] = (
-    {},
-    {"alibi": Alibi.per_batch, "softcap": 3.0},
-    {"window": (20, 9)},
+# Of a MaskedCase, and of the case that it is over.
+FEATURES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({}, {}),
+    ({}, {"alibi": Alibi.per_batch, "softcap": 3.0}),
+    ({}, {"window": (20, 9)}),
+    ({"mask": RandomMask(0.5, 1, "h"), "sink": torch.float32}, {"softcap": 3.0}),
+    ({"mask": RandomMask(0.3, 1, "bq", "sparsity"), "bias": RandomBias("h")}, {"dropout_p": 0.3}),
+    ({"mask": RandomMask(0.5, 64, "hq", "blocks")}, {"window": (20, 9)}),
+    ({"bias": RandomBias("bhq")}, {"alibi": Alibi.per_head}),
 )
+
+
+def check(case: MaskedCase) -> None:
+    inputs = case.make_inputs()
+    assert_close(run_masked(case, inputs), *masked_reference(case, inputs))
 
 
 @DEVICES
@@ -56,35 +58,51 @@ FEATURES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_dense(device: str, form: tuple[tuple[int, int], int], causal: bool) -> None:
     (seqlen_q, seqlen_k), chunk = form
-    for features in FEATURES:
-        case = AttentionCase(
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_k=2, causal=causal, device=device,
-            **features,
+    for masks, features in FEATURES:
+        check(
+            masked_dense(
+                seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_k=2, causal=causal, device=device,
+                chunk=chunk, **masks, **features,
+            )
         )  # fmt: skip
-        inputs, mask = case.make_inputs(), chunk_mask(seqlen_q, seqlen_k, chunk, device)
-        found = run_forward_backward(case, inputs, attention_chunk=chunk)
-        assert_close(found, *run_reference(case, inputs, mask=mask[None, None]))
 
 
 @DEVICES
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chunk", [1, 32, 1000])
 @pytest.mark.parametrize("partly", [False, True])
-def test_packed(device: str, causal: bool, chunk: int, partly: bool) -> None:
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_packed(
+    device: str, causal: bool, chunk: int, partly: bool, features: tuple[dict[str, Any], ...]
+) -> None:
     """Each sequence against itself alone."""
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = features[0] | features[1]
     if partly:
-        more = {"used_k": (30, 2, 128, 50, 64, 3), "leftpad": (3, 0, 0, 17, 64, 0)}
-    case = VarlenCase(
-        lengths_q=(33, 0, 70, 5, 64, 20), lengths_k=(33, 4, 130, 90, 64, 3), num_heads_k=2,
-        causal=causal, device=device, **more,
+        more |= {"used_k": (30, 2, 128, 50, 64, 3), "leftpad": (3, 0, 0, 17, 64, 0)}
+        more |= {"used_q": (30, 0, 70, 2, 64, 20)}
+    check(
+        masked_varlen(
+            lengths_q=(33, 0, 70, 5, 64, 20), lengths_k=(33, 4, 130, 90, 64, 3), num_heads_k=2,
+            causal=causal, device=device, chunk=chunk, **more,
+        )
     )  # fmt: skip
-    inputs, none = case.make_inputs(), (0,) * 6
-    used = zip(more.get("used_k", case.lengths_k), more.get("leftpad", none), strict=True)
-    lengths = list(zip(case.lengths_q, (x - pad for x, pad in used), strict=True))
-    mask = masks_of(lengths, chunk, device)
-    found = run_forward_backward(case, inputs, attention_chunk=chunk)
-    assert_close(found, *run_reference(case, inputs, mask=mask))
+
+
+@DEVICES
+@pytest.mark.parametrize("has_bits", [True, False])
+def test_block_masks_longer_than_packed_sequences(device: str, has_bits: bool) -> None:
+    case = masked_varlen(
+        lengths_q=(70, 5, 100), lengths_k=(130, 90, 100), causal=True, device=device, chunk=48
+    )
+    inputs, longer = case.make_inputs(), torch.rand(1, 4, 300, 400, device=device) < 0.5
+    if has_bits:
+        sparsity = BlockSparsity.from_mask(longer)
+    else:
+        blocks = longer[..., ::64, ::64]
+        sparsity = BlockSparsity.from_blocks(blocks, 64, 300, 400)
+        longer = sparsity.to_mask()
+    found = run_masked(case, inputs, block_mask=sparsity, max_seqlen_q=None, max_seqlen_k=None)
+    assert_close(found, *masked_reference(case, replace(inputs, mask=longer[..., :100, :130])))
 
 
 OVER_CACHES = pairwise(
@@ -110,8 +128,9 @@ def test_caches(device: str, row: dict[str, Any]) -> None:
     )  # fmt: skip
     inputs = case.make_inputs()
     assert case.leftpad is not None
-    keys = (used + new - pad for used, pad in zip(case.cached, case.leftpad, strict=True))
-    mask = masks_of([(row["seqlens_q"], n) for n in keys], 16, device)
+    keys = [used + new - pad for used, pad in zip(case.cached, case.leftpad, strict=True)]
+    queries = row["seqlens_q"]
+    mask = chunk_masks([(queries, n) for n in keys], 16, (queries, max(keys)), device)
     found, *caches = attend_over_cache(case, inputs, attention_chunk=16)
     assert_cache_close(case, inputs, found, *caches, mask=mask)
 
@@ -147,12 +166,15 @@ def test_dropout_and_compile(device: str) -> None:
         torch.randn(2, 100, 2, 64, device=device).bfloat16().requires_grad_() for _ in range(3)
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(q, k, v, causal=True, attention_chunk=32) * 2
+    def attend(attn_mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {"attn_mask": attn_mask, "attention_chunk": 32}
+        return flash_attn_func(q, k, v, causal=True, **options) * 2
 
     torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
-    torch.testing.assert_close(compiled, attend(q, k, v))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    bias = torch.randn(100, 100, device=device)
+    for mask in (None, bias > 0.0, bias):
+        torch.testing.assert_close(compiled(mask), attend(mask))
     outs = []
     for _ in range(2):
         torch.manual_seed(4)
@@ -190,9 +212,6 @@ def test_bad_chunks(chunk: Any, error: type[Exception], words: str) -> None:
 
 def test_what_chunks_do_not_go_with() -> None:
     q = torch.zeros(1, 4, 1, 8)
-    mask = torch.ones(4, 4, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match=r"attention_chunk: .* attn_mask .* got 2"):
-        flash_attn_func(q, q, q, attn_mask=mask, attention_chunk=2)
     with pytest.raises(NotImplementedError, match=r"attention_chunk: .* dropout, got 2"):
         flash_attn_func(q, q, q, 0.5, return_attn_probs=True, attention_chunk=2)
     with pytest.raises(ValueError, match="v: "):

@@ -175,7 +175,11 @@ class Draw:
             )
         if self.chance(0.1):
             sink = self.rng.choice((torch.float32, of.dtype))
-        return MaskedCase(of, mask, bias, sink)
+        chunk = 0
+        # Dropout counts within chunks if nothing is given over pairs.
+        if self.chance(0.15) and not (mask is bias is None and of.dropout_p > 0.0):
+            chunk = self.rng.choice((1, 5, 64, 128, 1 + self.length(), 1 + self.length()))
+        return MaskedCase(of, mask, bias, sink, chunk)
 
 
 def dense(draw: Draw) -> MaskedCase:

@@ -54,7 +54,8 @@ def test_draws_reach_every_feature() -> None:
     drawn = {kind: [draw_call(kind, SEED, n, "cpu") for n in range(400)] for kind in KINDS}
     for kind in ("dense", "packed"):
         cases = [x for x in drawn[kind] if isinstance(x, MaskedCase)]
-        assert_some_have(cases, "mask", "bias", "sink")
+        assert_some_have(cases, "mask", "bias", "sink", "chunk")
+        assert any(x.chunk and (x.mask or x.bias) for x in cases)
         of = [x.of for x in cases]
         assert_some_have(of, "causal", "softcap", "alibi", "dropout_p", "softmax_scale")
         assert_some_have(of, "deterministic", "head_dim_v")
