@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_cuda.call.fields import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.operators.attention import run_backward_operator
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases.attention import Alibi, VarlenCase
+from tests.cases.operators import incoming_of
 
 NAMES = ("dq", "dk", "dv")
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (512, 512), (192, 128), (96, 96), (72, 72), (32, 32))
@@ -125,9 +126,9 @@ class SumCase:
         call = self.call(generator)
         if call.dropout_p > 0.0:
             call = replace(call, rng_state=torch.tensor([12, 34], device=self.device))
-        out, softmax_lse, _, rng_state, _ = run_operator(call)
-        dout = torch.randn(out.shape, generator=generator).to(out)
-        incoming = Incoming(dout, None, out, softmax_lse, rng_state)
+        results = run_operator(call)
+        dout = torch.randn(results.out.shape, generator=generator).to(results.out)
+        incoming = incoming_of(results, dout)
         call = replace(call, fp32_results=True)
         gradients = run_gradients_operator(call, incoming)[:3]
         targets = self.targets(generator, call)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_cuda.call.fields import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from tests.cases import harness
+from tests.cases.operators import incoming_of
 
 HEADS_Q, HEADS_K, HEAD_DIM = 4, 2, 64
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -191,10 +192,10 @@ def origin_call(guards: list[Guard], origin: list[list[int]]) -> Results:
         origin=int32(origin),
         fp32_results=True,
     )
-    out, lse, _, rng_state, _ = run_operator(call)
+    found = run_operator(call)
+    out, lse = found.out, found.softmax_lse
     dout, dlse = normal(*out.shape, seed=7), normal(*lse.shape, seed=8, dtype=torch.float32)
-    incoming = Incoming(dout, dlse, out.to(q.dtype), lse, rng_state)
-    gradients = run_gradients_operator(call, incoming)[:3]
+    gradients = run_gradients_operator(call, incoming_of(found, dout, dlse))[:3]
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 

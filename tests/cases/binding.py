@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn_cuda.call.fields import AttentionCall, Incoming
+from flash_attn_cuda.call.fields import AttentionCall, Gradients, Incoming, Results
 
 
-def forward(extension: Any, q: Tensor, k: Tensor, v: Tensor, **described: Any) -> list[Any]:
-    """[out, softmax_lse, S_dmask or None, rng_state or None]."""
+def forward(extension: Any, q: Tensor, k: Tensor, v: Tensor, **described: Any) -> Results:
     return extension.forward(AttentionCall(q, k, v, **described))
 
 
@@ -24,8 +23,8 @@ def backward(
     results: tuple[Tensor, Tensor],
     incoming: dict[str, Any] | None = None,
     **described: Any,
-) -> list[Any]:
-    """[dq, dk, dv, softmax_d, dbias, dsink]; `results`: out and softmax_lse of the forward."""
+) -> Gradients:
+    """`results`: out and softmax_lse of the forward."""
     given = {"dlse": None, "rng_state": None, "wants_softmax_d": True, **(incoming or {})}
     out, softmax_lse = results
     return extension.backward(

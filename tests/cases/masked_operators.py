@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity
-from tests.cases.operators import arguments
+from tests.cases.operators import attention
 
-_ops = torch.ops.flash_attn_cuda
 SCALE = 0.3
 
 
@@ -68,8 +67,9 @@ def backward_fields(
 ) -> dict[str, Any]:
     """The same and those of an Incoming."""
     given = forward_fields(packed, dtype=dtype, bias_dtype=bias_dtype, dropout_p=0.3)
-    out, lse, _, rng_state, _ = _ops.attention(*arguments(**given))
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    incoming = {"dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
-    results = {"out": out, "softmax_lse": lse, "rng_state": rng_state, "wants_dbias": True}
+    found = attention(**given)
+    lse = found.softmax_lse.masked_fill(found.softmax_lse == -torch.inf, 0.0)
+    incoming = {"dout": torch.randn_like(found.out), "dlse": torch.randn_like(lse)}
+    results = {"out": found.out, "softmax_lse": lse, "rng_state": found.rng_state}
+    results["wants_dbias"] = True
     return {**given, **incoming, **results, **changes}

@@ -1,9 +1,12 @@
-"""Arguments of the operators, which they take by position: fields of call.py's dataclasses."""
+"""Arguments of the operators, which they take by position: fields of call.py's dataclasses; and
+what they return, by name.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flash_attn_cuda.call.fields import (
@@ -17,6 +20,7 @@ from flash_attn_cuda.call.fields import (
     TANGENTS,
     AttentionCall,
     Incoming,
+    Results,
     Tangents,
 )
 from flash_attn_cuda.operators.support import arguments_of
@@ -25,6 +29,18 @@ from flash_attn_cuda.operators.support import arguments_of
 def arguments(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Any, ...]:
     """Of attention."""
     return arguments_of(AttentionCall(q, k, v, **given), READ)
+
+
+def attention(**given: Any) -> Results:
+    """Of the operator, with fields of an AttentionCall."""
+    return Results(*torch.ops.flash_attn_cuda.attention(*arguments(**given)))
+
+
+def incoming_of(found: Results, dout: Tensor, dlse: Tensor | None = None, **given: Any) -> Incoming:
+    """What comes into a backward behind a forward, whose results are rounded as dout is."""
+    kept = {name: getattr(found, name) for name in ("softmax_lse", "rng_state")}
+    out = found.out.detach().to(dout.dtype)
+    return Incoming(dout=dout, dlse=dlse, out=out, **kept, **given)
 
 
 def append_arguments(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.call.tensors import lse_dtype
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
+from tests.cases.operators import incoming_of
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ def run_whole(documents: Documents, inputs: Inputs, **options: Any) -> tuple[Res
         **lengths_of([range(x) for x in documents.lengths_k], "k", inputs.q),
         **options,
     )
-    out, lse, _, rng_state, _ = run_operator(call)
-    incoming = Incoming(inputs.dout, inputs.dlse, out.to(inputs.q.dtype), lse, rng_state)
-    return Results(out, lse, list(run_gradients_operator(call, incoming)[:3])), rng_state
+    found = run_operator(call)
+    incoming = incoming_of(found, inputs.dout, inputs.dlse)
+    gradients = list(run_gradients_operator(call, incoming)[:3])
+    return Results(found.out, found.softmax_lse, gradients), found.rng_state
 
 
 def run_parts(

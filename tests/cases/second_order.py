@@ -31,6 +31,7 @@ from tests.cases.masked import (
     masked_varlen,
 )
 from tests.cases.masked_harness import attend_masked
+from tests.cases.operators import incoming_of
 from tests.reference.dense import FP32_DOT_NOISE
 from tests.reference.tolerance import LSE_RELATIVE_ERROR, Closeness, compare_tensor, failure
 
@@ -220,8 +221,8 @@ def call_of_case(case: MaskedCase, inputs: MaskedInputs, **others: Any) -> Atten
 def described(problem: Problem) -> tuple[AttentionCall, Incoming, Tangents]:
     """What attention_hvp is given."""
     call, of = call_of_case(problem.case, problem.inputs), problem.inputs.of
-    out, lse, _, rng_state, _ = run_operator(call)
-    incoming = Incoming(of.dout, of.dlse, out, lse, rng_state, "bias" in problem.leaves)
+    wants = {"wants_dbias": "bias" in problem.leaves}
+    incoming = incoming_of(run_operator(call), of.dout, of.dlse, **wants)
     tangents = Tangents(**{f"t{name}": problem.tangents.get(name) for name in LEAVES})
     return call, incoming, tangents.with_results(run_jvp_operator(call, incoming, tangents))
 

@@ -27,6 +27,7 @@ from flash_attn_cuda import (
 )
 from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators import attention as attention_operators
+from flash_attn_cuda.operators.attention import GRADIENTS
 from tests.cases.forms import (
     DENSE,
     FORMS,
@@ -99,10 +100,10 @@ def test_opcheck_over_pages(requires_grad: bool) -> None:
 def test_opcheck_gradients(is_packed: bool, changes: dict[str, Any]) -> None:
     given = gradients_arguments(**backward_fields(is_packed, **changes))
     opcheck(_ops.attention_gradients, given)
-    dq, _, _, dbias, dsink = _ops.attention_gradients(*given)
-    assert dq.shape == ((14, 4, 16) if is_packed else (2, 7, 4, 16))
-    assert dbias.shape == ((1, 4, 7, 9) if changes.get("wants_dbias", True) else (0,))
-    assert dsink.shape == ((0,) if "sink" in changes else (4,))
+    found = dict(zip(GRADIENTS, _ops.attention_gradients(*given), strict=True))
+    assert found["dq"].shape == ((14, 4, 16) if is_packed else (2, 7, 4, 16))
+    assert found["dbias"].shape == ((1, 4, 7, 9) if changes.get("wants_dbias", True) else (0,))
+    assert found["dsink"].shape == ((0,) if "sink" in changes else (4,))
 
 
 @over_packed
@@ -120,7 +121,7 @@ def test_dtype_of_the_gradient_of_a_bias(dtype: torch.dtype, is_packed: bool) ->
     """The bias's own, of tensors without storage too."""
     given = backward_fields(is_packed, dtype=torch.bfloat16, bias_dtype=dtype)
     opcheck(_ops.attention_gradients, gradients_arguments(**given), test_utils="test_faketensor")
-    dbias = _ops.attention_gradients(*gradients_arguments(**given))[3]
+    dbias = _ops.attention_gradients(*gradients_arguments(**given))[GRADIENTS.index("dbias")]
     assert dbias.dtype == dtype and dbias.shape == (1, 4, 7, 9)
 
 

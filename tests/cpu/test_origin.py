@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 from flash_attn_cuda.call.checks import check_call
-from flash_attn_cuda.call.fields import OF_BACKWARD, READ, AttentionCall, Incoming
+from flash_attn_cuda.call.fields import INCOMING, OF_BACKWARD, READ, AttentionCall, Incoming
 from flash_attn_cuda.context_parallel import ContextParallel
 from flash_attn_cuda.operators.attention import run_backward_operator
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from flash_attn_cuda.operators.support import arguments_of
+from tests.cases.operators import incoming_of
 from tests.cases.parts import Documents, Inputs, Results, part_call, run_parts, run_whole
 
 _ops = torch.ops.flash_attn_cuda
@@ -108,22 +109,22 @@ def test_streams_are_of_heads() -> None:
     assert call.origin is not None
     call.origin[0, 0] = 3
     last = replace(call, **{name: getattr(call, name)[:, 3:] for name in "qkv"})
-    out, _, _, used, _ = run_operator(last)
-    torch.testing.assert_close(out, whole.out[:, 3:])
-    assert torch.equal(used, rng_state)
+    found = run_operator(last)
+    torch.testing.assert_close(found.out, whole.out[:, 3:])
+    assert torch.equal(found.rng_state, rng_state)
 
 
 def test_a_given_state_is_not_drawn() -> None:
     q = torch.randn(1, 32, 2, 8)
     call = AttentionCall(q, q, q, dropout_p=0.5)
-    out, _, _, rng_state, _ = run_operator(call)
+    found = run_operator(call)
+    given = replace(call, rng_state=found.rng_state)
     before = torch.get_rng_state()
-    again, _, _, used, _ = run_operator(replace(call, rng_state=rng_state))
+    again = run_operator(given)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(again, out) and torch.equal(used, rng_state)
-    assert used.data_ptr() != rng_state.data_ptr()
-    *_, unused, _ = run_operator(replace(call, rng_state=rng_state, dropout_p=0.0))
-    assert unused.numel() == 0
+    assert torch.equal(again.out, found.out) and torch.equal(again.rng_state, found.rng_state)
+    assert again.rng_state.data_ptr() != found.rng_state.data_ptr()
+    assert run_operator(replace(given, dropout_p=0.0)).rng_state.numel() == 0
 
 
 @pytest.mark.parametrize("shift", [-(2**31), -(2**30), -500, 500, 2**30, 2**31 - 1])
@@ -198,10 +199,10 @@ def test_autograd_of_a_part() -> None:
     call, rows, _ = part_call(documents, inputs, of_q, of_k, causal=True, fp32_results=False)
     for x in (call.q, call.k, call.v):
         x.requires_grad_()
-    out, lse, _, rng_state, _ = run_operator(call)
-    loss = (out * inputs.dout[rows]).sum()
+    results = run_operator(call)
+    loss = (results.out * inputs.dout[rows]).sum()
     found = torch.autograd.grad(loss, (call.q, call.k, call.v))
-    incoming = Incoming(inputs.dout[rows], None, out.detach(), lse.detach(), rng_state)
+    incoming = incoming_of(results, inputs.dout[rows])
     expected = run_gradients_operator(replace(call, q=call.q.detach()), incoming)[:3]
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
@@ -260,11 +261,9 @@ def test_places_that_dropout_cannot_count_from(row: tuple[int, ...]) -> None:
 def test_opcheck(dropout_p: float) -> None:
     call = a_call(causal=True, dropout_p=dropout_p, rng_state=torch.tensor([7, 4]))
     opcheck(_ops.attention, arguments_of(call, READ))
-    out, lse, _, rng_state, _ = run_operator(call)
-    names = ("dout", "dlse", "out", "softmax_lse", "rng_state", "wants_dbias", "out_rounding")
-    rounded = out.bfloat16()
-    incoming = Incoming(rounded, None, rounded, lse, rng_state)
-    given: tuple[Any, ...] = arguments_of(call, OF_BACKWARD) + arguments_of(incoming, names)
+    found = run_operator(call)
+    incoming = incoming_of(found, found.out.bfloat16())
+    given: tuple[Any, ...] = arguments_of(call, OF_BACKWARD) + arguments_of(incoming, INCOMING)
     opcheck(_ops.attention_gradients, given)
     targets: list[Tensor] = [x.float() for x in (call.q, call.k, call.v)]
     for accumulate in (False, True):

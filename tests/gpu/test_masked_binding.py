@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_cuda.call.fields import Gradients, Results
 from flash_attn_cuda.installed import build_info
 from flash_attn_cuda.report.explain import call_of_shapes, explain
 from tests.cases import binding
@@ -67,11 +68,11 @@ SCALE = {"softmax_scale": 0.125}
 OF_BACKWARD = ("dlse", "rng_state", "wants_dbias", "wants_softmax_d")
 
 
-def forward(extension: Any, **given: Any) -> list[Any]:
+def forward(extension: Any, **given: Any) -> Results:
     return binding.forward(extension, **{**SCALE, **given})
 
 
-def backward(extension: Any, **given: Any) -> list[Any]:
+def backward(extension: Any, **given: Any) -> Gradients:
     """Where `given` lacks them, gradients and results of the forward are made up."""
     q = given["q"]
     own = {
@@ -108,7 +109,7 @@ def test_bad_backwards(extension: Any, changes: dict[str, Any], message: str) ->
 # -- sinks -----------------------------------------------------------------------------------------
 
 
-def over_cache(extension: Any, **given: Any) -> list[Any]:
+def over_cache(extension: Any, **given: Any) -> Results:
     return forward(extension, over_cache=True, **given)
 
 
@@ -207,12 +208,13 @@ def both_passes(
     """All results but dq, which sums in any order."""
     given = dict(given)
     columns = given.pop("block_columns")
-    out, lse, _, rng_state, _ = forward(extension, **tensors, **given)
-    assert rng_state is None
+    found = forward(extension, **tensors, **given)
+    assert found.rng_state is None
     del given["block_rows"]
-    saved = {"dout": dout, "out": out, "softmax_lse": lse, "block_columns": columns}
-    _, dk, dv, softmax_d, dbias, _ = backward(extension, **tensors, **given, **saved, **more)
-    return {"out": out, "lse": lse, "dk": dk, "dv": dv, "softmax_d": softmax_d, "dbias": dbias}
+    results = {name: getattr(found, name) for name in ("out", "softmax_lse")}
+    saved = {"dout": dout, "block_columns": columns, **results}
+    gradients = backward(extension, **tensors, **given, **saved, **more)
+    return results | {x: getattr(gradients, x) for x in ("dk", "dv", "softmax_d", "dbias")}
 
 
 def strided(x: Tensor) -> Tensor:
@@ -242,7 +244,7 @@ def test_dtype_of_dbias(extension: Any, own: str, seqlen_k: int) -> None:
     for bias in (drawn.bias, drawn.bias.float()):
         out, lse, *_ = forward(extension, **tensors, bias=bias)
         saved = {"dout": drawn.of.dout, "out": out, "softmax_lse": lse}
-        results.append(backward(extension, **tensors, bias=bias, wants_dbias=True, **saved)[4])
+        results.append(backward(extension, **tensors, bias=bias, wants_dbias=True, **saved).dbias)
     dbias, of_fp32 = results
     assert dbias.shape == of_fp32.shape == drawn.bias.shape
     assert dbias.dtype == (torch.bfloat16 if own == "bhq" else torch.float32)

@@ -29,7 +29,7 @@ from tests.cases.harness import (
 from tests.cases.masked import MaskedCase, MaskedInputs, RandomBias, RandomMask, expand_blocks
 from tests.cases.masked_harness import masked_reference, run_masked
 from tests.cases.matrix import inputs_of
-from tests.cases.operators import arguments, gradients_arguments
+from tests.cases.operators import arguments, attention, gradients_arguments
 from tests.reference import AttentionResult
 from tests.reference.tolerance import assert_close
 
@@ -293,8 +293,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.attention.default, forward, **close)
     detached = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
     detached = {name: x.detach() for name, x in detached.items()}
-    out, lse, _, state, _ = OPS.attention(*arguments(**detached, **described))
+    found = attention(**detached, **described)._asdict()
     incoming = {"dout": inputs.of.dout, "dlse": inputs.of.dlse, "wants_dbias": True}
-    incoming |= {"out": out, "softmax_lse": lse, "rng_state": state}
+    incoming |= {name: found[name] for name in ("out", "softmax_lse", "rng_state")}
     backward = gradients_arguments(**detached, **described, **incoming)
     torch.library.opcheck(OPS.attention_gradients.default, backward, **close)

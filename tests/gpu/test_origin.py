@@ -21,6 +21,7 @@ from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_op
 from tests.cases.attention import Alibi
 from tests.cases.bad_input import INT_MAX, INT_MIN, Guard
 from tests.cases.harness import DEVICE, ON_CPU, bits, make_varlen_case, skip_without_row
+from tests.cases.operators import incoming_of
 from tests.cases.pairwise import pairwise
 from tests.cases.parts import (
     Documents,
@@ -217,8 +218,9 @@ def test_dropout_of_a_part_is_that_of_its_place(head_dim: int, place: tuple[int,
     )
     inputs = Inputs(q, k, v, torch.zeros_like(q), torch.zeros(2, seqlen_q, device=DEVICE))
     skip_without(inputs, {"dropout_p": p})
-    out, lse, _, used, _ = run_operator(call)
-    assert torch.equal(used, rng_state)
+    found = run_operator(call)
+    out = found.out
+    assert torch.equal(found.rng_state, rng_state)
     kept = keep_mask(
         *(rng_state.cpu(), p, range(1), range(stream, stream + 2), 2),
         rows=range(first_q, first_q + seqlen_q),
@@ -228,8 +230,7 @@ def test_dropout_of_a_part_is_that_of_its_place(head_dim: int, place: tuple[int,
     # dV is the sum of what a key keeps: with the identity for dO, whose queries keep it.
     dout = torch.zeros_like(q)
     dout[:head_dim] = torch.eye(min(seqlen_q, head_dim), head_dim, device=DEVICE)[:, None]
-    incoming = Incoming(dout, None, out.bfloat16(), lse, rng_state)
-    dv = run_gradients_operator(call, incoming)[2]
+    dv = run_gradients_operator(call, incoming_of(found, dout)).dv
     rows = min(seqlen_q, head_dim)
     assert torch.equal(dv.permute(1, 2, 0)[:, :rows] != 0, kept[:, :rows])
 
@@ -283,7 +284,8 @@ def test_rows_that_are_no_sequences(head_dim: int, mask: str, features: str) -> 
         name: Guard(name, torch.full_like(x, torch.nan, dtype=torch.float32), margin=64)
         for name, x in of_rows.items()
     }
-    out, lse, _, rng_state, _ = run_operator(call)
+    results = run_operator(call)
+    out, lse = results.out, results.softmax_lse
     if not ON_CPU:
         with torch.no_grad():
             build_info.extension.forward(replace(call, out=guards["out"].tensor))
@@ -291,9 +293,8 @@ def test_rows_that_are_no_sequences(head_dim: int, mask: str, features: str) -> 
     rounded = with_gap(out[:-gap].bfloat16())
     dlse = torch.cat((inputs.dlse, inputs.dlse.new_full((4, gap), torch.nan)), 1)
     targets = {name: guards[name].tensor for name in ("dq", "dk", "dv")}
-    run_backward_operator(
-        call, Incoming(with_gap(inputs.dout), dlse, rounded, lse, rng_state, **targets)
-    )
+    results = results._replace(out=rounded)
+    run_backward_operator(call, incoming_of(results, with_gap(inputs.dout), dlse, **targets))
     small_out, small_lse, *_ = run_operator(expected)
     assert torch.equal(out[:-gap], small_out) and torch.equal(lse[:, :-gap], small_lse)
     assert not out[-gap:].any() and bool((lse[:, -gap:] == -torch.inf).all())

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.operators.derivatives import run_gradients_operator, run_operator
 from flash_attn_cuda.report.explain import explain
+from tests.cases.operators import incoming_of
 from tests.hopper.sm90 import runs_sm90_kernels
 
 __all__ = ["runs_sm90_kernels"]  # pytest finds it here
@@ -46,13 +47,13 @@ def call() -> AttentionCall:
     )
 
 
-def incoming_of(call: AttentionCall) -> Incoming:
-    out, softmax_lse, _, rng_state, _ = run_operator(call)
-    return Incoming(torch.ones_like(out), None, out, softmax_lse, rng_state)
+def incoming_behind(call: AttentionCall) -> Incoming:
+    found = run_operator(call)
+    return incoming_of(found, torch.ones_like(found.out))
 
 
 def test_kernels_leave_them(call: AttentionCall, tmp_path: Path) -> None:
-    incoming = incoming_of(call)
+    incoming = incoming_behind(call)
     of_device = torch.cuda.get_device_properties(0).multi_processor_count
     for kernel, run in (
         ("forward_kernel", run_operator),
@@ -69,7 +70,7 @@ def test_kernels_leave_them(call: AttentionCall, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("margin", [1, MARGIN, 10_000])
 def test_results_are_the_same(call: AttentionCall, margin: int) -> None:
-    incoming = incoming_of(call)
+    incoming = incoming_behind(call)
 
     def results(sm_margin: int) -> list[Tensor]:
         here = replace(call, sm_margin=sm_margin)
