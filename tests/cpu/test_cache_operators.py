@@ -76,11 +76,12 @@ def of_e4m3(new: int = 0, form: str = "batch", **changes: Any) -> dict[str, Any]
 
 
 def of_latent(**changes: Any) -> dict[str, Any]:
-    """v alone is of e4m3, with scales of groups of its columns."""
+    """v alone is of e4m3, with scales of groups of its columns; over lists of keys."""
     call: dict[str, Any] = {"q": torch.randn(2, 3, 4, 8), "qv": torch.randn(2, 3, 4, 128)}
     call |= {"k": torch.randn(2, 9, 1, 8), "v": torch.randn(2, 9, 1, 128).to(torch.float8_e4m3fn)}
     call |= {"v_descale": torch.rand(2, 9, 1, 2), "softmax_scale": 0.2, "over_cache": True}
     call |= {"k_new": torch.randn(2, 1, 1, 8), "v_new": torch.randn(2, 1, 1, 128)}
+    call |= {"key_lists": torch.randint(-3, 3, (2, 3, 1, 4), dtype=torch.int32)}
     return call | {"seqused_k": int32(5, 3)} | changes
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_cuda import (
@@ -33,7 +32,6 @@ from tests.cases.fp8_harness import LATENT_FORMS
 from tests.cases.harness import assert_same_bits, attend_over_cache, bits
 from tests.cases.kvcache import CACHE_AXES, KvCacheCase, cache_case
 from tests.cases.latent import check_packed, joined, split, with_poisoned_table
-from tests.cases.operators import append_arguments, arguments
 from tests.cases.pairwise import pairwise
 from tests.cases.varlen import VarlenCase
 from tests.reference.fp8 import scaled_down, to_bytes, token_scales
@@ -89,6 +87,14 @@ def arguments_of(function: Any) -> dict[str, Any]:
     return given
 
 
+def with_lists(function: Any) -> dict[str, Any]:
+    """Of a call that is valid: two keys of each query, the first twice."""
+    given = arguments_of(function)
+    heads_k = given["k_cache" if "k_cache" in given else "k"].shape[-2]
+    lists = torch.tensor([0, -1, 0, 1, -7], dtype=torch.int32)
+    return given | {"key_lists": lists.expand(*given["q"].shape[:-2], heads_k, 5)}
+
+
 FUNCTIONS = pytest.mark.parametrize("function", [flash_attn_with_kvcache, flash_attn_varlen_func])
 
 
@@ -121,8 +127,9 @@ def test_there_is_no_backward(function: Any) -> None:
 
 
 @FUNCTIONS
-def test_under_a_compiler(function: Any) -> None:
-    given = arguments_of(function)
+@pytest.mark.parametrize("make", [arguments_of, with_lists])
+def test_under_a_compiler(function: Any, make: Any) -> None:
+    given = make(function)
     compiled = torch.compile(lambda x: function(**x), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(given), function(**given))
@@ -135,15 +142,6 @@ def test_under_autocast_and_vmap() -> None:
         assert torch.equal(flash_attn_varlen_func(**given, qv=qv.float()), expected)
     mapped = torch.vmap(lambda x: flash_attn_varlen_func(**given, qv=x))
     assert torch.equal(mapped(torch.stack([qv, qv * 0]))[0], expected)
-
-
-def test_operators() -> None:
-    call: dict[str, Any] = {"q": normal(2, 3, 4, 8), "qv": normal(2, 3, 4, 16)}
-    call |= {"k": normal(2, 9, 1, 8), "v": normal(2, 9, 1, 16), "seqused_k": USED}
-    call |= {"softmax_scale": 0.2, "over_cache": True}
-    opcheck(torch.ops.flash_attn_cuda.attention, arguments(**call))
-    call |= {"k_new": normal(2, 1, 1, 8), "v_new": normal(2, 1, 1, 16)}
-    opcheck(torch.ops.flash_attn_cuda.attention_with_append, append_arguments(**call))
 
 
 # -- rows of FP8 -----------------------------------------------------------------------------------
@@ -256,48 +254,30 @@ def test_latent_views(as_bytes: torch.dtype) -> None:
 
 ROW = normal(2, 3, 512), normal(2, 3, 64)
 OF_E8M0 = replace(LatentFormat(), scale_dtype=torch.uint8)
-BAD_ROWS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
-    "latent": (
-        *(quantize_latent, (ROW[0].int(), ROW[1]), TypeError), "latent: dtype must be one of"
-    ),
-    "rotary": (
-        *(quantize_latent, (ROW[0], ROW[1].float()), TypeError), "rotary: dtype must be one of"
-    ),
-    "columns": (
-        *(quantize_latent, (ROW[1], ROW[1]), ValueError),
-        r"latent: last dimension must be 512, got \(2, 3, 64\)",
-    ),
-    "rows": (
-        *(quantize_latent, (ROW[0], ROW[1][:1]), ValueError),
-        r"rotary: must have shape \(2, 3, 64\), got \(1, 3, 64\)",
-    ),
-    "scales": (
-        *(quantize_latent, (*ROW, OF_E8M0), NotImplementedError),
-        "row_format: scale_dtype must be torch.float32, got torch.uint8",
-    ),
-    "gradient": (
-        *(quantize_latent, (ROW[0].clone().requires_grad_(), ROW[1]), NotImplementedError),
-        "latent: must not require grad",
-    ),
-    "cache": (
-        *(latent_views, (normal(2, 3, 656),), TypeError), "cache: dtype must be one of uint8"
-    ),
-    "dtype": (
-        *(latent_views, (some_rows(2, 3), SMALL_ROWS, torch.float32), TypeError),
-        "dtype: dtype must be one of float16, bfloat16, got torch.float32",
-    ),
-    "bytes": (
-        *(latent_views, (some_rows(2, 3),), ValueError),
-        r"cache: must have shape .*, 656\), got \(2, 3, 176\)",
-    ),
-}  # fmt: skip
+# What is called, the exception, and its first words.
+BAD_ROWS: tuple[tuple[Any, tuple[Any, ...], type[Exception], str], ...] = (
+    (quantize_latent, (ROW[0].int(), ROW[1]), TypeError, "latent: dtype must be one of"),
+    (quantize_latent, (ROW[0], ROW[1].float()), TypeError, "rotary: dtype must be one of"),
+    (quantize_latent, (ROW[1], ROW[1]), ValueError,
+     r"latent: last dimension must be 512, got \(2, 3, 64\)"),
+    (quantize_latent, (ROW[0], ROW[1][:1]), ValueError,
+     r"rotary: must have shape \(2, 3, 64\), got \(1, 3, 64\)"),
+    (quantize_latent, (*ROW, OF_E8M0), NotImplementedError,
+     "row_format: scale_dtype must be torch.float32, got torch.uint8"),
+    (quantize_latent, (ROW[0].clone().requires_grad_(), ROW[1]), NotImplementedError,
+     "latent: must not require grad"),
+    (latent_views, (normal(2, 3, 656),), TypeError, "cache: dtype must be one of uint8"),
+    (latent_views, (some_rows(2, 3), SMALL_ROWS, torch.float32), TypeError,
+     "dtype: dtype must be one of float16, bfloat16, got torch.float32"),
+    (latent_views, (some_rows(2, 3),), ValueError,
+     r"cache: must have shape .*, 656\), got \(2, 3, 176\)"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_bad_rows_of_fp8(name: str) -> None:
-    function, given, kind, message = BAD_ROWS[name]
-    with pytest.raises(kind, match=f"^{message}"):
-        function(*given)
+def test_bad_rows_of_fp8() -> None:
+    for function, given, kind, message in BAD_ROWS:
+        with pytest.raises(kind, match=f"^{message}"):
+            function(*given)
 
 
 def test_an_append_makes_the_rows_of_quantize_latent() -> None:
@@ -324,34 +304,23 @@ def test_an_append_makes_the_rows_of_quantize_latent() -> None:
     assert torch.equal(found, out) and torch.equal(compiled, expected)
 
 
-def test_flops() -> None:
-    given = arguments_of(flash_attn_with_kvcache) | {"causal": False}
+@pytest.mark.parametrize(("make", "pairs"), [(arguments_of, 3 * (5 + 3)), (with_lists, 2 * 3 * 5)])
+def test_flops(make: Any, pairs: int) -> None:
     with FlopCounterMode(display=False) as counter:
-        flash_attn_with_kvcache(**given)
-    assert counter.get_total_flops() == 2 * 4 * 3 * (5 + 3) * (8 + 16 + 16)
+        flash_attn_with_kvcache(**make(flash_attn_with_kvcache) | {"causal": False})
+    assert counter.get_total_flops() == 2 * 4 * pairs * (8 + 16 + 16)
 
 
 # -- lists of keys ---------------------------------------------------------------------------------
 
 
-def with_lists(function: Any) -> dict[str, Any]:
-    """Of a call that is valid: two keys of each query, the first twice."""
-    given = arguments_of(function)
-    heads_k = given["k_cache" if "k_cache" in given else "k"].shape[-2]
-    lists = torch.tensor([0, -1, 0, 1, -7], dtype=torch.int32)
-    return given | {"key_lists": lists.expand(*given["q"].shape[:-2], heads_k, 5)}
-
-
 @FUNCTIONS
-def test_lists_by_every_road(function: Any) -> None:
+def test_lists_by_other_roads(function: Any) -> None:
     given = with_lists(function)
     expected = function(**given)
     assert not torch.equal(expected, function(**given | {"key_lists": None}))
     out = torch.empty_like(expected)
     assert function(**given, out=out) is out and torch.equal(out, expected)
-    compiled = torch.compile(lambda x: function(**x), fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(given), expected)
     lists = given.pop("key_lists")
     mapped = torch.vmap(lambda x: function(**given, key_lists=x))
     assert torch.equal(
@@ -390,17 +359,3 @@ def test_what_lists_go_with(function: Any) -> None:
         ValueError, match=r"^key_lists: must be below .*, [34], got 4 in sequence 1"
     ):
         function(**given | {"key_lists": lists})
-
-
-def test_operators_with_lists() -> None:
-    call: dict[str, Any] = {"q": normal(2, 3, 4, 8), "qv": normal(2, 3, 4, 16)}
-    call |= {"k": normal(2, 9, 1, 8), "v": normal(2, 9, 1, 16), "seqused_k": USED}
-    call |= {"key_lists": torch.zeros(2, 3, 1, 4, dtype=torch.int32)}
-    call |= {"softmax_scale": 0.2, "over_cache": True}
-    opcheck(torch.ops.flash_attn_cuda.attention, arguments(**call))
-
-
-def test_flops_of_lists() -> None:
-    with FlopCounterMode(display=False) as counter:
-        flash_attn_with_kvcache(**with_lists(flash_attn_with_kvcache))
-    assert counter.get_total_flops() == 2 * 4 * (2 * 3 * 5) * (8 + 16 + 16)

@@ -40,6 +40,10 @@ FEW: list[dict[str, Any]] = [
     *({"seqlens_q": n} for n in (1, 2, 3, 4)),
     {"seqlens_q": (1, 5, 0, 3)},
 ]
+PLACES: list[dict[str, Any]] = [
+    {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
+    {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
+]  # fmt: skip
 
 
 def a_case(**fields: Any) -> KvCacheCase:
@@ -93,10 +97,7 @@ SHAPES: dict[str, list[Call]] = {
         **LATENT, cached=(LONG, 0, 37), capacity=LONG + 50, dtype=DTYPES, heads=HEADS, of=FEW[:4],
         page_size=PAGES, causal=BOTH, window=[(-1, -1), (33, -1), (40, 3)], softcap=[0.0, 4.0],
         sink=[None, torch.float32, torch.bfloat16], num_splits=[0, 1, 3], batch_invariant=BOTH,
-        places=[
-            {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
-            {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
-        ],
+        places=PLACES,
     ),
     "lists": grid(
         **LATENT, cached=(LONG, 0, 65, 1), capacity=LONG + 30, page_size=[None, 1, 16, 48, 64],
@@ -123,10 +124,7 @@ SHAPES: dict[str, list[Call]] = {
         window=[(-1, -1), (33, -1), (400, 300)], softcap=[0.0, 4.0],
         sink=[None, torch.float32, torch.bfloat16], num_splits=[0, 1, 3], batch_invariant=BOTH,
         keys_per_list=[1, 64, scaled(700, 90)],
-        places=[
-            {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
-            {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
-        ],
+        places=PLACES,
     ),
 }  # fmt: skip
 
@@ -174,10 +172,7 @@ FP8_SHAPES: dict[str, list[Call]] = {
         heads=HEADS, of=FEW[:4], page_size=PAGES, causal=BOTH,
         window=[(-1, -1), (33, -1), (40, 3)], softcap=[0.0, 4.0], sink=[None, torch.float32],
         num_splits=[0, 1, 3], batch_invariant=BOTH,
-        places=[
-            {}, {"batch_idx": (3, 0, 2), "entries": 5}, {"leftpad": (10, 0, 37)},
-            {"batch_idx": (3, 0, 2), "entries": 5, "leftpad": (90, 0, 1)},
-        ],
+        places=PLACES,
     ),
 }  # fmt: skip
 

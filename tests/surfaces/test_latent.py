@@ -143,14 +143,6 @@ def test_chosen_rows_of_fp8() -> None:
     assert torch.equal(out.flatten(0, 1), expected[0])
 
 
-@pytest.mark.parametrize("name", ["attn_sink", "extra_k_cache", "topk_length"])
-def test_what_flash_mla_refuses(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}: must be"):
-        mla(**{name: USED})
-    with pytest.raises(NotImplementedError, match=r"^indexer_topk: must be 0, .*, got 512"):
-        flash_mla.flash_mla_sparse_fwd(USED, USED, USED, 1.0, indexer_topk=512)
-
-
 def chosen(
     q: Tensor, rows: Tensor, indices: Tensor, head_dim_v: int, scale: float, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -174,6 +166,7 @@ def check_chosen(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
 
 
 SINK = torch.tensor([-math.inf, 3.0, math.inf, 0.0])
+OF_INDICES = ("attn_sink", "extra_k_cache", "topk_length")
 
 
 @pytest.mark.parametrize("head_dim_v", [LATENT, LATENT + ROPE])
@@ -234,6 +227,8 @@ def test_errors_of_chosen_keys_have_flash_mla_s_names() -> None:
         (sparse, {"sm_scale": None}, ValueError, r"sm_scale: must be given"),
         (sparse, {"attn_sink": SINK[:2]}, ValueError, r"attn_sink: must have shape \(4,\), got"),
         (sparse, {"topk_length": USED}, ValueError, r"topk_length: must have shape \(6,\), got"),
+        (sparse, {"indexer_topk": 512}, NotImplementedError, r"indexer_topk: must be 0, .*, got 5"),
+        *((mla, {x: USED}, NotImplementedError, f"{x}: must be") for x in OF_INDICES),
         (decode, {"causal": True}, ValueError, r"causal: must be False with indices, got True"),
         (decode, {"indices": indices}, ValueError, r"indices: must have shape \(2, 3, 7\), got"),
         (decode, {"extra_k_cache": q}, NotImplementedError, r"extra_k_cache: must be None, as"),
@@ -268,12 +263,17 @@ def planned(rope: int = ROPE, causal: bool = True, **options: Any) -> Any:
     return wrapper
 
 
+def of_flashinfer(rope: int = ROPE) -> tuple[Tensor, ...]:
+    """q_nope, q_pe, ckv_cache, kpe_cache."""
+    rows, pages = (5, 4), (7, PAGE)
+    return tuple(normal(*x, n) for x in (rows, pages) for n in (LATENT, rope))
+
+
 @pytest.mark.parametrize("rope", [ROPE, 0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flashinfer(causal: bool, rope: int) -> None:
-    q, qv = (normal(5, 4, n) for n in (rope, LATENT))
-    kpe, ckv = (normal(7, PAGE, n) for n in (rope, LATENT))
-    wrapper, given = planned(rope, causal), (qv, q, ckv, kpe)
+    wrapper, given = planned(rope, causal), of_flashinfer(rope)
+    qv, q, ckv, kpe = given
     table = torch.tensor([[5, 1, 0], [6, 0, 0], [0, 2, 4]], dtype=torch.int32)
     # Without rotary columns a value is its key.
     products = (q, kpe, qv) if rope > 0 else (qv, ckv, None)
@@ -296,8 +296,7 @@ def test_a_plan_of_flashinfer_for_graphs() -> None:
     buffers = {"qo_indptr": torch.empty(4), "kv_indices": torch.empty(9)}
     wrapper = planned(use_cuda_graph=True, **buffers)
     before = {name: x.data_ptr() for name, x in wrapper._lengths.items()}
-    given = (normal(5, 4, LATENT), normal(5, 4, ROPE), normal(7, PAGE, LATENT))
-    given += (normal(7, PAGE, ROPE),)
+    given = of_flashinfer()
     assert torch.equal(wrapper.run(*given), planned().run(*given))
     rest = (4, LATENT, ROPE, PAGE, True, 0.3, torch.bfloat16, torch.bfloat16)
     wrapper.plan(QO, KV, KV_INDICES.flip(0), KV_LENS, *rest)
@@ -309,8 +308,7 @@ def test_a_plan_of_flashinfer_for_graphs() -> None:
 
 
 def test_what_flashinfer_has_beside_it() -> None:
-    given = (normal(5, 4, LATENT), normal(5, 4, ROPE), normal(7, PAGE, LATENT))
-    given += (normal(7, PAGE, ROPE),)
+    given = of_flashinfer()
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
     with pytest.raises(RuntimeError, match=r"^plan: must be called before run"):
         wrapper.run(*given)
