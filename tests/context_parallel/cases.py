@@ -56,13 +56,8 @@ class Case:
         return self.lengths * (1 if self.batch is None else self.batch)
 
     def options(self) -> dict[str, Any]:
-        return {
-            "causal": self.causal,
-            "window_size": self.window_size,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-            "deterministic": self.deterministic,
-        }
+        names = ("causal", "window_size", "softcap", "dropout_p", "deterministic")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -109,29 +104,31 @@ class Whole:
             slopes=None if self.slopes is None else self.slopes.cpu(),
         )
 
-    def results(self, case: Case, rng_state: Tensor | None) -> dict[str, Tensor]:
-        """Of one call, on one rank."""
-        inputs = [x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v)]
-        sink = None if self.sink is None else self.sink.clone().requires_grad_()
+    def call(self, case: Case, rng_state: Tensor | None, **given: Tensor | None) -> AttentionCall:
         bounds = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.q.device)
-        left, right = case.window_size
-        call = AttentionCall(
-            *inputs,
-            dropout_p=case.dropout_p,
+        options = case.options()
+        del options["deterministic"]
+        left, right = options.pop("window_size")
+        return AttentionCall(
+            **given,
+            **options,
             softmax_scale=case.head_dim**-0.5,
-            causal=case.causal,
             window_size_left=left,
             window_size_right=right,
-            softcap=case.softcap,
             alibi_slopes=self.slopes,
-            sink=sink,
             cu_seqlens_q=bounds,
             cu_seqlens_k=bounds,
             max_seqlen_q=max(case.lengths, default=0),
             max_seqlen_k=max(case.lengths, default=0),
             rng_state=rng_state,
         )
-        out, softmax_lse, *_ = run_operator(call)
+
+    def results(self, case: Case, rng_state: Tensor | None) -> dict[str, Tensor]:
+        """Of one call, on one rank."""
+        inputs = [x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        sink = None if self.sink is None else self.sink.clone().requires_grad_()
+        given = dict(zip("qkv", inputs, strict=True))
+        out, softmax_lse, *_ = run_operator(self.call(case, rng_state, sink=sink, **given))
         torch.autograd.backward((out, softmax_lse), (self.dout, self.dlse))
         return named(out, softmax_lse, inputs, sink)
 

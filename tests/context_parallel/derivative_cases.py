@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.context_parallel import ContextParallel, Plan
 from flash_attn_cuda.integrations import ring_flash_attn
 from flash_attn_cuda.operators.derivatives import run_operator
@@ -89,27 +88,10 @@ class Problem:
         self, rng_state: Tensor | None, whole: Whole | None = None
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         """out and softmax_lse by rows, of one call."""
-        case, whole = self.case, self.whole if whole is None else whole
-        bounds = torch.tensor(whole.cu_seqlens, dtype=torch.int32, device=whole.q.device)
-        left, right = case.window_size
+        of = self.whole if whole is None else whole
 
         def attend(**given: Tensor) -> tuple[Tensor, Tensor]:
-            call = AttentionCall(
-                **given,
-                dropout_p=case.dropout_p,
-                softmax_scale=case.head_dim**-0.5,
-                causal=case.causal,
-                window_size_left=left,
-                window_size_right=right,
-                softcap=case.softcap,
-                alibi_slopes=whole.slopes,
-                cu_seqlens_q=bounds,
-                cu_seqlens_k=bounds,
-                max_seqlen_q=max(case.lengths, default=0),
-                max_seqlen_k=max(case.lengths, default=0),
-                rng_state=rng_state,
-            )
-            found = run_operator(call)
+            found = run_operator(of.call(self.case, rng_state, **given))
             return found.out, found.softmax_lse.t()
 
         return attend
