@@ -55,7 +55,9 @@ def exact_results(problem: Problem) -> list[Tensor]:
     """RESULTS of the whole in fp64."""
     q, k, v, dout = problem.inputs()
     bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32)
-    found = varlen_attention_with_gradients(q, k, v, dout, None, bounds, bounds, causal=True)
+    found = varlen_attention_with_gradients(
+        q, k, v, dout, None, cu_seqlens_q=bounds, cu_seqlens_k=bounds, causal=True
+    )
     tensors = found.tensors()
     return [tensors[name] for name in RESULTS]
 

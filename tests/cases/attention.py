@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from tests.cases.kvcache import KvCacheCase, KvCacheInputs
-from tests.cases.layouts import DTYPE_NAMES, Alibi, Features, Layout, arrange, head_dims_text
+from tests.cases.layouts import (
+    DTYPE_NAMES,
+    Alibi,
+    Features,
+    Layout,
+    arrange,
+    feature,
+    head_dims_text,
+)
 from tests.cases.varlen import VarlenCase, VarlenInputs
 
 __all__ = [
@@ -65,7 +73,7 @@ class AttentionCase(Features):
     num_heads_k: int = 4
     head_dim: int = 64
     head_dim_v: int | None = None  # None: head_dim
-    layout: Layout = Layout.contiguous
+    layout: Layout = feature(Layout.contiguous, "{0.layout.value}".format)
 
     def __post_init__(self) -> None:
         if self.num_heads_k < 1 or self.num_heads_q % self.num_heads_k != 0:
@@ -81,8 +89,6 @@ class AttentionCase(Features):
             head_dims_text(self.head_dim, self.value_dim),
             *self.feature_parts(),
         ]
-        if self.layout is not Layout.contiguous:
-            parts.append(self.layout.value)
         return "-".join(parts)
 
     @property

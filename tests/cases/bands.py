@@ -209,7 +209,7 @@ def expected(
     options = AttentionOptions(mask=mask.to(rows.device), sink=sink, **features)
     result = function(
         *(rows.q, rows.k, rows.v, rows.dout, rows.dlse),
-        *(bounds["cu_seqlens_q"], bounds["cu_seqlens_k"]),
+        **{name: bounds[name] for name in ("cu_seqlens_q", "cu_seqlens_k")},
         options=options,
     )
     if not backward:

@@ -11,16 +11,9 @@ from torch import Tensor
 
 from flash_attn_cuda.call.fields import AttentionCall, Incoming
 from flash_attn_cuda.cpu import DEFAULT_TILING, Tiling, backward_on_cpu, forward_on_cpu
-from tests.cases.attention import AttentionCase, AttentionInputs, Features, VarlenCase, VarlenInputs
-from tests.reference import (
-    AttentionOptions,
-    AttentionResult,
-    attention_with_gradients,
-    keep_mask,
-    low_precision,
-    varlen_attention_with_gradients,
-    varlen_low_precision,
-)
+from tests.cases.attention import AttentionCase, Features, VarlenCase
+from tests.cases.harness import references
+from tests.reference import AttentionResult
 
 SMALL_TILES = Tiling(block_m=16, block_n=24, max_scores=1 << 11)
 SEED, OFFSET = 0x1234_5678_9ABC_DEF, 0x3_0000_0007  # both use more than 32 bits
@@ -43,72 +36,31 @@ def call_of(case: Features, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> A
     return AttentionCall(q, k, v, **given, window_size_left=left, window_size_right=right, **others)
 
 
+def call_of_inputs(case: AttentionCase | VarlenCase, inputs: Any) -> AttentionCall:
+    lengths = inputs.lengths() if isinstance(case, VarlenCase) else {}
+    given = {**lengths, "alibi_slopes": inputs.alibi_slopes}
+    return call_of(case, inputs.q, inputs.k, inputs.v, **given)
+
+
 def compute(
-    case: AttentionCase, inputs: AttentionInputs, tiling: Tiling = SMALL_TILES
+    case: AttentionCase | VarlenCase, inputs: Any, tiling: Tiling | None = None
 ) -> AttentionResult:
-    slopes = inputs.alibi_slopes
-    call = call_of(case, inputs.q, inputs.k, inputs.v, alibi_slopes=slopes)
-    return compute_call(call, inputs, tiling)
-
-
-def compute_varlen(case: VarlenCase, inputs: VarlenInputs) -> AttentionResult:
-    return compute_call(varlen_call_of(case, inputs), inputs)
-
-
-def varlen_call_of(case: VarlenCase, inputs: VarlenInputs) -> AttentionCall:
-    lengths: dict[str, Any] = {**inputs.lengths(), "alibi_slopes": inputs.alibi_slopes}
-    return call_of(case, inputs.q, inputs.k, inputs.v, **lengths)
-
-
-def compute_call(
-    call: AttentionCall,
-    inputs: AttentionInputs | VarlenInputs,
-    tiling: Tiling = DEFAULT_TILING,
-) -> AttentionResult:
-    """Runs forward and backward, with RNG_STATE for dropout."""
+    """Forward and backward, with RNG_STATE for dropout."""
+    if tiling is None:
+        tiling = DEFAULT_TILING if isinstance(case, VarlenCase) else SMALL_TILES
+    call = call_of_inputs(case, inputs)
     out, lse, *_ = forward_on_cpu(call, RNG_STATE, tiling)
     incoming = Incoming(inputs.dout, inputs.dlse, out, lse, RNG_STATE)
     found = backward_on_cpu(call, incoming, tiling)
     return AttentionResult(out=out, lse=lse, dq=found.dq, dk=found.dk, dv=found.dv)
 
 
-def reference_options(case: AttentionCase, inputs: AttentionInputs) -> AttentionOptions:
-    sizes = (case.batch, case.num_heads_q, case.seqlen_q, case.seqlen_k)
-    return _options(case, inputs.alibi_slopes, sizes)
+def reference_of(case: AttentionCase | VarlenCase, inputs: Any) -> AttentionResult:
+    return references(case, inputs, rng_state=RNG_STATE)[0]()
 
 
-def varlen_reference_options(case: VarlenCase, inputs: VarlenInputs) -> AttentionOptions:
-    sizes = (case.batch, case.num_heads_q, case.max_seqlen_q, case.max_seqlen_k)
-    return _options(case, inputs.alibi_slopes, sizes)
-
-
-def _options(
-    case: Features, slopes: Tensor | None, sizes: tuple[int, int, int, int]
-) -> AttentionOptions:
-    keep = keep_mask(SEED, OFFSET, case.dropout_p, *sizes) if case.dropout_p > 0.0 else None
-    return case.options(slopes, keep)
-
-
-def reference_of(case: AttentionCase, inputs: AttentionInputs) -> AttentionResult:
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
-    return attention_with_gradients(*tensors, options=reference_options(case, inputs))
-
-
-def naive_of(case: AttentionCase, inputs: AttentionInputs) -> AttentionResult:
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
-    return low_precision(*tensors, options=reference_options(case, inputs))
-
-
-def varlen_reference_of(case: VarlenCase, inputs: VarlenInputs) -> AttentionResult:
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
-    options = varlen_reference_options(case, inputs)
-    return varlen_attention_with_gradients(*tensors, **inputs.lengths(), options=options)
-
-
-def varlen_naive_of(case: VarlenCase, inputs: VarlenInputs) -> AttentionResult:
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)
-    options = varlen_reference_options(case, inputs)
-    return varlen_low_precision(*tensors, **inputs.lengths(), options=options)
+def naive_of(case: AttentionCase | VarlenCase, inputs: Any) -> AttentionResult:
+    return references(case, inputs, rng_state=RNG_STATE)[1]()
 
 
 def assert_fp64_close(actual: AttentionResult, expected: AttentionResult) -> None:

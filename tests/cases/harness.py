@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import pytest
@@ -36,7 +37,7 @@ from tests.cases.attention import (
     VarlenInputs,
 )
 from tests.cases.varlen import in_longer_buffers
-from tests.reference import AttentionResult, kvcache_reference
+from tests.reference import AttentionResult, KvCacheResult, kvcache_reference
 from tests.reference.tolerance import Closeness, assert_close
 
 DEVICE = os.environ.get("FLASH_ATTN_CUDA_TEST_DEVICE", "cuda")
@@ -73,18 +74,6 @@ def scaled(size: int, cpu_size: int) -> int:
 # -- what the build can run ------------------------------------------------------------------------
 
 
-def needed_features(case: Case, pass_name: str) -> set[str]:
-    """The features that a row must have for a pass of this case, as the build record names them."""
-    needed = {
-        "softcap": case.softcap > 0.0,
-        "alibi": case.alibi is not None,
-        "dropout": case.dropout_p > 0.0,
-        "deterministic": case.deterministic and pass_name == "backward",
-        "paged_kv": isinstance(case, KvCacheCase) and case.page_size is not None,
-    }
-    return {name for name, wanted in needed.items() if wanted}
-
-
 def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) -> str | None:
     """What the build lacks for this case and `further` features, or None. The CPU backend lacks
     nothing.
@@ -93,7 +82,9 @@ def missing_row(case: Case, *, backward: bool, further: Collection[str] = ()) ->
         return None
     is_masked = case.causal or max(case.window) >= 0
     for pass_name in ("forward", "backward") if backward else ("forward",):
-        needed = needed_features(case, pass_name) | set(further)
+        needed = {*case.given("needs"), *further}
+        if pass_name == "forward":
+            needed.discard("deterministic")
         covered = any(
             row.pass_name == pass_name
             and not {"tangent", "e4m3_kv"} & set(row.config["features"])
@@ -235,33 +226,37 @@ def run_forward_backward(
 # -- comparing it ----------------------------------------------------------------------------------
 
 
-def run_reference(
+def references(
     case: AttentionCase | VarlenCase,
     inputs: Any,
     *,
     use_dlse: bool = True,
     rng_state: Tensor | None = None,
     **features: Any,
-) -> tuple[AttentionResult, AttentionResult]:
-    """(fp64 result, naive low-precision result) for tolerance.assert_close. `rng_state` is that of
-    the call, by default what these inputs would draw; `features` override the case's options.
+) -> tuple[Callable[[], AttentionResult], Callable[[], AttentionResult]]:
+    """What computes the fp64 and the naive low-precision result. `rng_state` is that of the call,
+    by default what these inputs would draw; `features` override the case's options.
     """
     mask = None
     if case.dropout_p > 0.0:
         state = drawn_rng_state(case, inputs) if rng_state is None else rng_state
         mask = expected_keep_mask(case, state)
     options = {"options": replace(case.options(inputs.alibi_slopes, mask), **features)}
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse if use_dlse else None)
+    functions = (reference.attention_with_gradients, reference.low_precision)
     if isinstance(case, VarlenCase):
         options |= inputs.lengths()
-        return (
-            reference.varlen_attention_with_gradients(*tensors, **options),
-            reference.varlen_low_precision(*tensors, **options),
-        )
-    return (
-        reference.attention_with_gradients(*tensors, **options),
-        reference.low_precision(*tensors, **options),
-    )
+        functions = (reference.varlen_attention_with_gradients, reference.varlen_low_precision)
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse if use_dlse else None)
+    exact, naive = (partial(run, *tensors, **options) for run in functions)
+    return exact, naive
+
+
+def run_reference(
+    case: AttentionCase | VarlenCase, inputs: Any, **given: Any
+) -> tuple[AttentionResult, AttentionResult]:
+    """(fp64 result, naive low-precision result) for tolerance.assert_close, by `references`."""
+    exact, naive = references(case, inputs, **given)
+    return exact(), naive()
 
 
 def check_rows_behind(case: VarlenCase, rows_q: int, rows_k: int) -> None:
@@ -276,6 +271,11 @@ def check_rows_behind(case: VarlenCase, rows_q: int, rows_k: int) -> None:
         within[name], behind = x.split([total, x.shape[dim] - total], dim)
         assert (behind == (-torch.inf if name == "lse" else 0.0)).all(), name
     assert_close(AttentionResult(**within), *run_reference(case, inputs))
+
+
+def reference_of_cache(case: KvCacheCase, inputs: KvCacheInputs, **features: Any) -> KvCacheResult:
+    given = {**inputs.arguments(), "options": case.options(), **features}
+    return kvcache_reference(**given, rotary_interleaved=case.rotary_interleaved)
 
 
 def check_cache(
@@ -298,11 +298,7 @@ def assert_cache_close(
     """What attend_over_cache returned against the reference on `inputs`, of the same device, with a
     mask.
     """
-    arguments = inputs.arguments()
-    options = case.options(arguments.pop("alibi_slopes"))
-    expected = kvcache_reference(
-        **arguments, rotary_interleaved=case.rotary_interleaved, options=options, mask=mask
-    )
+    expected = reference_of_cache(case, inputs, mask=mask)
     wanted = (expected.k_cache, expected.v_cache)
     for name, cache, y in zip(("k_cache", "v_cache"), caches, wanted, strict=True):
         same = bits(cache) == bits(y)

@@ -10,35 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cases.layouts import DTYPE_NAMES, Alibi, Features, head_dims_text, poisoned
+from tests.cases.layouts import DTYPE_NAMES, Alibi, Features, feature, head_dims_text, poisoned
+from tests.reference.kvcache import CacheTensors
 
 
 @dataclass(frozen=True)
-class KvCacheInputs:
-    """The tensors of a call, by the argument names of flash_attn_with_kvcache.
+class KvCacheInputs(CacheTensors):
+    """What a call has besides numbers."""
 
-    q is (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q, and k, v likewise; k_cache and
-    v_cache are (entries, capacity, Hk, D), or with block_table pages (num_pages, page_size, Hk, D);
-    those of values may have another head dim.
-    """
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    cache_seqlens: Tensor
-    cache_batch_idx: Tensor | None
-    cache_leftpad: Tensor | None
-    block_table: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k_new: Tensor | None
-    alibi_slopes: Tensor | None
+    alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
-    qv: Tensor | None = None
-    key_lists: Tensor | None = None
 
     def arguments(self) -> dict[str, Tensor | None]:
         """For the function and for kvcache_reference."""
@@ -69,47 +50,32 @@ class KvCacheCase(Features):
 
     cached: tuple[int, ...] = (100, 0, 37)  # rows before the append, left padding included
     seqlens_q: int | tuple[int, ...] = 1  # a tuple: packed queries
-    seqlens_new: int | tuple[int, ...] | None = None  # appended; packed if queries are
+    # appended; packed if queries are
+    seqlens_new: int | tuple[int, ...] | None = feature(None, "new{0.seqlens_new}".format)
     capacity: int = 192  # rows of a sequence; with pages rounded up to whole ones
-    page_size: int | None = None
-    leftpad: tuple[int, ...] | None = None
-    batch_idx: tuple[int, ...] | None = None
+    page_size: int | None = feature(None, "page{0.page_size}".format, needs="paged_kv")
+    leftpad: tuple[int, ...] | None = feature(None, "leftpad{0.leftpad}".format)
+    batch_idx: tuple[int, ...] | None = feature(None, "idx{0.batch_idx}".format)
     entries: int | None = None  # of the cache, or rows of the block table; None: as needed
-    rotary_dim: int = 0
+    rotary_dim: int = feature(0, "rotary{0.rotary_dim}{0.pairs}".format)
     rotary_interleaved: bool = True
     num_heads_q: int = 4
     num_heads_k: int = 2
     head_dim: int = 64
     head_dim_v: int | None = None  # None: head_dim
-    sink: torch.dtype | None = None
-    has_qv: bool = False
-    keys_per_list: int | None = None  # None: no lists
+    sink: torch.dtype | None = feature(None, lambda x: f"sink_{DTYPE_NAMES[x.sink]}")
+    has_qv: bool = feature(False, "qv".format)
+    keys_per_list: int | None = feature(None, "lists{0.keys_per_list}".format)  # None: no lists
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
-        parts += [
-            f"h{self.num_heads_q}/{self.num_heads_k}",
-            head_dims_text(self.head_dim, self.value_dim),
-        ]
-        parts += self.feature_parts()
-        if self.seqlens_new is not None:
-            parts.append(f"new{self.seqlens_new}")
-        if self.page_size is not None:
-            parts.append(f"page{self.page_size}")
-        if self.leftpad is not None:
-            parts.append(f"leftpad{self.leftpad}")
-        if self.batch_idx is not None:
-            parts.append(f"idx{self.batch_idx}")
-        if self.rotary_dim > 0:
-            pairs = "interleaved" if self.rotary_interleaved else "halves"
-            parts.append(f"rotary{self.rotary_dim}{pairs}")
-        if self.sink is not None:
-            parts.append(f"sink_{DTYPE_NAMES[self.sink]}")
-        if self.has_qv:
-            parts.append("qv")
-        if self.keys_per_list is not None:
-            parts.append(f"lists{self.keys_per_list}")
+        parts.append(f"h{self.num_heads_q}/{self.num_heads_k}")
+        parts += [head_dims_text(self.head_dim, self.value_dim), *self.feature_parts()]
         return "-".join(parts).replace(" ", "")
+
+    @property
+    def pairs(self) -> str:
+        return "interleaved" if self.rotary_interleaved else "halves"
 
     @property
     def batch(self) -> int:

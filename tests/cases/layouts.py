@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,36 +86,53 @@ class Alibi(Enum):
     per_batch = "alibi_batch"  # (B, H)
 
 
+def feature(
+    default: Any,
+    says: Callable[[Any], str],
+    *,
+    needs: str | None = None,
+    drawn: tuple[float, Any] | None = None,
+) -> Any:
+    """A field of a case. `says`: what str() says of a case with another value. `needs`: the feature
+    that rows of the kernel table must have for it. `drawn`: how often random calls have it, and
+    which values.
+    """
+    return field(default=default, metadata={"says": says, "needs": needs, "drawn": drawn})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What a case computes besides its sizes: AttentionOptions by description."""
+    """What a case computes besides its sizes: AttentionOptions by description, under their names
+    where a call has them as they are.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     causal: bool = False
-    softmax_scale: float | None = None  # None: head_dim ** -0.5
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    alibi: Alibi | None = None
-    dropout_p: float = 0.0
-    deterministic: bool = False
+    window: tuple[int, int] = feature((-1, -1), "window{0.window[0]},{0.window[1]}".format)
+    softmax_scale: float | None = feature(  # None: head_dim ** -0.5
+        None, "scale{0.softmax_scale:g}".format, drawn=(0.15, (0.0, -0.3, 0.02, 0.7))
+    )
+    softcap: float = feature(
+        0.0, "softcap{0.softcap:g}".format, needs="softcap", drawn=(0.25, (0.8, 5.0, 50.0))
+    )
+    alibi: Alibi | None = feature(
+        None, "{0.alibi.value}".format, needs="alibi", drawn=(0.25, tuple(Alibi))
+    )
+    dropout_p: float = feature(
+        0.0, "dropout{0.dropout_p:g}".format, needs="dropout", drawn=(0.25, (0.1, 0.17, 0.5, 0.9))
+    )
+    deterministic: bool = feature(False, "deterministic".format, needs="deterministic")
     device: str = "cuda"
 
+    def given(self, of: str) -> list[Any]:
+        """What `feature` was told as `of`, of fields that are not as by default."""
+        told = [x for x in fields(self) if x.metadata.get(of)]
+        return [x.metadata[of] for x in told if getattr(self, x.name) != x.default]
+
     def feature_parts(self) -> list[str]:
-        """What str() says of them; defaults go without saying."""
-        parts = [DTYPE_NAMES[self.dtype], "causal" if self.causal else "full"]
-        if self.window != (-1, -1):
-            parts.append("window{},{}".format(*self.window))
-        if self.softmax_scale is not None:
-            parts.append(f"scale{self.softmax_scale:g}")
-        if self.softcap > 0.0:
-            parts.append(f"softcap{self.softcap:g}")
-        if self.alibi is not None:
-            parts.append(self.alibi.value)
-        if self.dropout_p > 0.0:
-            parts.append(f"dropout{self.dropout_p:g}")
-        if self.deterministic:
-            parts.append("deterministic")
-        return parts
+        """What str() says of features; defaults go without saying."""
+        said = [says(self) for says in self.given("says")]
+        return [DTYPE_NAMES[self.dtype], "causal" if self.causal else "full", *said]
 
     def make_slopes(self, batch: int, heads: int, generator: torch.Generator) -> Tensor | None:
         """Slopes up to 0.3, fp32."""
@@ -122,27 +141,24 @@ class Features:
         shape = (heads,) if self.alibi is Alibi.per_head else (batch, heads)
         return 0.3 * torch.rand(shape, device=self.device, generator=generator)
 
+    def _numbers(self) -> dict[str, Any]:
+        """The options that are no tensors."""
+        names = {x.name for x in fields(AttentionOptions)} & {x.name for x in fields(Features)}
+        return {name: getattr(self, name) for name in names}
+
     def options(
         self, alibi_slopes: Tensor | None = None, keep_mask: Tensor | None = None
     ) -> AttentionOptions:
         """For the reference. `keep_mask` (B, Hq, Sq, Sk) is needed with dropout."""
-        return AttentionOptions(
-            softmax_scale=self.softmax_scale,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            alibi_slopes=alibi_slopes,
-            dropout_p=self.dropout_p,
-            keep_mask=keep_mask,
-        )
+        return AttentionOptions(**self._numbers(), alibi_slopes=alibi_slopes, keep_mask=keep_mask)
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the training functions; slopes are in the inputs."""
-        return {
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal,
-            "window_size": self.window,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-            "deterministic": self.deterministic,
-        }
+        given = {**self._numbers(), "deterministic": self.deterministic}
+        return {"window_size": given.pop("window"), **given}
+
+
+# How often random calls have a feature, and which values.
+DRAWN: dict[str, tuple[float, Any]] = {
+    x.name: x.metadata["drawn"] for x in fields(Features) if x.metadata.get("drawn")
+}

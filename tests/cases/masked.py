@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_attn_cuda import BlockSparsity
 from tests.cases.attention import DTYPE_NAMES, AttentionCase, VarlenCase
+from tests.reference.options import OVER
 
 # Which dimensions of (batch, heads, queries) a mask or a bias has of its own: every subset.
 OWN = tuple("".join(x) for x in product(("", "b"), ("", "h"), ("", "q")))
@@ -60,6 +61,10 @@ class MaskedInputs:
     bias: Tensor | None
     sink: Tensor | None
     relative_bias: Tensor | None = None
+
+    def options(self) -> dict[str, Tensor]:
+        """Those of the reference that there are."""
+        return {name: x for name, x in vars(self).items() if name in OVER and x is not None}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tests.cases.layouts import Features, head_dims_text
+from tests.cases.layouts import Features, feature, head_dims_text
+
+Lengths = tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ class VarlenCase(Features):
     """One call over packed sequences. Lengths in tokens, one entry a sequence."""
 
     lengths_q: tuple[int, ...] = (64, 17, 128)
-    lengths_k: tuple[int, ...] | None = None  # None: lengths_q
-    used_q: tuple[int, ...] | None = None  # seqused_q
-    used_k: tuple[int, ...] | None = None  # seqused_k
-    leftpad: tuple[int, ...] | None = None  # leftpad_k
+    lengths_k: Lengths = None  # None: lengths_q
+    # seqused_q, seqused_k, leftpad_k
+    used_q: Lengths = feature(None, lambda x: f"used_q{_shortly(x.used_q)}")
+    used_k: Lengths = feature(None, lambda x: f"used_k{_shortly(x.used_k)}")
+    leftpad: Lengths = feature(None, lambda x: f"leftpad{_shortly(x.leftpad)}")
     num_heads_q: int = 4
     num_heads_k: int = 4
     head_dim: int = 64
@@ -82,10 +85,6 @@ class VarlenCase(Features):
             head_dims_text(self.head_dim, self.value_dim),
             *self.feature_parts(),
         ]
-        for name in ("used_q", "used_k", "leftpad"):
-            values = getattr(self, name)
-            if values is not None:
-                parts.append(f"{name}{_shortly(values)}")
         return "-".join(parts)
 
     @property
@@ -155,8 +154,8 @@ class VarlenCase(Features):
     def _outside(
         self,
         lengths: tuple[int, ...],
-        begins: tuple[int, ...] | None,
-        ends: tuple[int, ...] | None,
+        begins: Lengths,
+        ends: Lengths,
     ) -> Tensor:
         """(total,) booleans: rows that attend to nothing and that nothing attends to."""
         outside = torch.ones(sum(lengths), dtype=torch.bool)
@@ -168,7 +167,7 @@ class VarlenCase(Features):
             start += length
         return outside.to(self.device)
 
-    def _integers(self, values: tuple[int, ...] | None) -> Tensor | None:
+    def _integers(self, values: Lengths) -> Tensor | None:
         if values is None:
             return None
         return torch.tensor(values, dtype=torch.int32, device=self.device)

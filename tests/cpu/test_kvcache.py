@@ -16,20 +16,12 @@ from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.cpu import combine, forward_on_cpu
 from tests.cases.attention import KvCacheCase, KvCacheInputs
 from tests.cases.cpu_harness import RNG_STATE, call_of, one_thread  # noqa: F401
-from tests.cases.harness import attend_over_cache, check_cache
+from tests.cases.harness import attend_over_cache, check_cache, reference_of_cache
 from tests.cases.kvcache import CACHE_AXES, QUERIES, cache_case
 from tests.cases.pairwise import pairwise
-from tests.reference import AttentionResult, KvCacheResult, attention, kvcache_reference
+from tests.reference import AttentionResult, attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def expected_of(case: KvCacheCase, inputs: KvCacheInputs) -> KvCacheResult:
-    arguments = inputs.arguments()
-    options = case.options(arguments.pop("alibi_slopes"))
-    return kvcache_reference(
-        **arguments, rotary_interleaved=case.rotary_interleaved, options=options
-    )
 
 
 AXES = {
@@ -55,7 +47,7 @@ def drawn_case(row: dict[str, Any], dtype: torch.dtype) -> KvCacheCase:
 def test_equals_the_reference(row: dict[str, Any]) -> None:
     case = drawn_case(row, torch.float64)
     inputs = case.make_inputs()
-    expected = expected_of(case, inputs)
+    expected = reference_of_cache(case, inputs)
     actual, *caches = attend_over_cache(case, inputs)
     torch.testing.assert_close(actual.out, expected.expected.out, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(actual.lse, expected.expected.lse, rtol=1e-11, atol=1e-11)
@@ -124,7 +116,7 @@ def test_sequences_may_share_an_entry() -> None:
         device="cpu",
     )
     inputs = case.make_inputs()
-    expected = expected_of(case, inputs).expected
+    expected = reference_of_cache(case, inputs).expected
     torch.testing.assert_close(run(case, inputs).out, expected.out)
 
 

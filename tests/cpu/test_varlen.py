@@ -15,11 +15,11 @@ from tests.cases.cpu_harness import (
     RNG_STATE,
     SEED,
     assert_fp64_close,
-    compute_varlen,
+    call_of_inputs,
+    compute,
+    naive_of,
     one_thread,  # noqa: F401
-    varlen_call_of,
-    varlen_naive_of,
-    varlen_reference_of,
+    reference_of,
 )
 from tests.cases.pairwise import pairwise
 from tests.reference import keep_mask
@@ -71,7 +71,7 @@ def varlen_case(
 def test_equals_the_reference(row: dict[str, Any]) -> None:
     case = varlen_case(**row, dtype=torch.float64)
     inputs = case.make_inputs()
-    assert_fp64_close(compute_varlen(case, inputs), varlen_reference_of(case, inputs))
+    assert_fp64_close(compute(case, inputs), reference_of(case, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -79,10 +79,10 @@ def test_equals_the_reference(row: dict[str, Any]) -> None:
 def test_low_precision_is_close(row: dict[str, Any], dtype: torch.dtype) -> None:
     case = varlen_case(**row, dtype=dtype)
     inputs = case.make_inputs()
-    actual = compute_varlen(case, inputs)
+    actual = compute(case, inputs)
     assert actual.out.dtype == actual.dk.dtype == dtype
     assert actual.lse.dtype == torch.float32
-    assert_close(actual, varlen_reference_of(case, inputs), varlen_naive_of(case, inputs))
+    assert_close(actual, reference_of(case, inputs), naive_of(case, inputs))
 
 
 def test_rows_outside_the_sequences() -> None:
@@ -101,7 +101,7 @@ def test_rows_outside_the_sequences() -> None:
         cu_seqlens_q=inputs.cu_seqlens_q + 3,
         cu_seqlens_k=inputs.cu_seqlens_k + 3,
     )
-    plain, result = compute_varlen(case, inputs), compute_varlen(case, padded)
+    plain, result = compute(case, inputs), compute(case, padded)
     for name, x in result.tensors().items():
         dim = 1 if name == "lse" else 0
         middle = x.narrow(dim, 3, x.shape[dim] - 6)
@@ -127,7 +127,7 @@ def test_paged_keys(lengths: str, page_size: int) -> None:
                 pool[table[index, row // page_size], row % page_size] = x[start + row]
             start += length
         pools.append(pool)
-    call = varlen_call_of(case, inputs)
+    call = call_of_inputs(case, inputs)
     expected = forward_on_cpu(call, RNG_STATE)
     paged = replace(call, k=pools[0], v=pools[1], block_table=table)
     actual = forward_on_cpu(paged, RNG_STATE)
@@ -141,7 +141,7 @@ def test_probabilities(lengths: str) -> None:
     inputs = case.make_inputs()
     sizes = (case.max_seqlen_q + 1, case.max_seqlen_k + 2)
     bounds: dict[str, Any] = dict(zip(("max_seqlen_q", "max_seqlen_k"), sizes, strict=True))
-    call = replace(varlen_call_of(case, inputs), return_softmax=True, **bounds)
+    call = replace(call_of_inputs(case, inputs), return_softmax=True, **bounds)
     _, lse, probs, *_ = forward_on_cpu(call, RNG_STATE)
     assert probs is not None
     assert probs.shape == (case.batch, case.num_heads_q, *sizes)

@@ -15,7 +15,6 @@ import torch
 
 from tests.cases.attention import (
     BUCKET_HEAD_DIMS,
-    Alibi,
     AttentionCase,
     KvCacheCase,
     Layout,
@@ -24,6 +23,7 @@ from tests.cases.attention import (
 from tests.cases.fp8_cache import FORMS as SCALE_FORMS
 from tests.cases.fp8_cache import STRIDES, Fp8Case
 from tests.cases.fp8_harness import LATENT_FORMS
+from tests.cases.layouts import DRAWN
 from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
 
@@ -126,14 +126,9 @@ class Draw:
             fields["window"] = (self.rng.choice(bounds), self.rng.choice(bounds))
         if self.chance(0.5):
             return fields
-        if self.chance(0.25):
-            fields["softcap"] = self.rng.choice((0.8, 5.0, 50.0))
-        if self.chance(0.25):
-            fields["alibi"] = self.rng.choice(list(Alibi))
-        if with_dropout and self.chance(0.25):
-            fields["dropout_p"] = self.rng.choice((0.1, 0.17, 0.5, 0.9))
-        if self.chance(0.15):
-            fields["softmax_scale"] = self.rng.choice((0.0, -0.3, 0.02, 0.7))
+        for name, (often, values) in DRAWN.items():
+            if (with_dropout or name != "dropout_p") and self.chance(often):
+                fields[name] = self.rng.choice(values)
         return fields
 
     def heads(self, queries: int, keys: int) -> tuple[int, dict[str, Any]]:

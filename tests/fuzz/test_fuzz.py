@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -54,32 +55,38 @@ def test_draws_reach_every_feature() -> None:
     drawn = {kind: [draw_call(kind, SEED, n, "cpu") for n in range(400)] for kind in KINDS}
     for kind in ("dense", "packed"):
         cases = [x for x in drawn[kind] if isinstance(x, MaskedCase)]
+<<<<<<< HEAD
         assert_some_have(cases, "mask", "bias", "sink", "chunk")
         assert any(x.chunk and (x.mask or x.bias) for x in cases)
+=======
+>>>>>>> 146d67d (The reference says all of an option in one place, and a case's field says what str(), rows and random calls have of it)
         of = [x.of for x in cases]
-        assert_some_have(of, "causal", "softcap", "alibi", "dropout_p", "softmax_scale")
-        assert_some_have(of, "deterministic", "head_dim_v")
+        assert constant(cases) == set() and constant(of) == {"device"}
         assert {x.mask.given for x in cases if x.mask} == {"attn_mask", "sparsity", "blocks"}
         assert any(x.bias is not None and not x.bias.requires_grad for x in cases)
         assert len({x.window for x in of}) > 10
     assert len({x.of.layout for x in drawn["dense"]}) > 8
-    assert_some_have([x.of for x in drawn["packed"]], "lengths_k", "used_q", "used_k", "leftpad")
-    caches, fp8 = ([x.case for x in drawn[kind]] for kind in ("cache", "fp8_cache"))
+    of_training, of_latent = {"device", "dropout_p", "deterministic"}, {"has_qv", "alibi"}
+    caches, latent, fp8, fp8_latent = (
+        [x.case for x in drawn[kind]]
+        for kind in ("cache", "latent_cache", "fp8_cache", "fp8_latent_cache")
+    )
     for cases in (caches, [x.cache for x in fp8]):
-        assert_some_have(cases, "page_size", "leftpad", "batch_idx", "seqlens_new", "rotary_dim")
-        assert_some_have(cases, "sink", "causal", "softcap", "alibi")
-    assert_some_have(fp8, "quantize", "q_is_fp8", "powers")
+        assert constant(cases) == of_training | {"has_qv", "keys_per_list"}
+    for cases in (latent, [x.cache for x in fp8_latent]):
+        assert constant(cases) == of_training | of_latent
+    assert constant(fp8) == {"group"}
     assert len({(x.k_form, x.v_form, x.strides) for x in fp8}) > 20
-    latent = [x.case for x in drawn["fp8_latent_cache"]]
-    assert_some_have(latent, "quantize")
-    assert len({(x.v_form, x.strides, x.group) for x in latent}) > 25
+    assert constant(fp8_latent) == {"k_form", "powers", "q_is_fp8"}
+    assert len({(x.v_form, x.strides, x.group) for x in fp8_latent}) > 25
     assert len({x.num_splits for x in drawn["cache"]}) > 3
     assert {x.transform for x in drawn["derivatives"]} == {jvp, *SECOND_ORDER}
 
 
-def assert_some_have(cases: Sequence[Any], *names: str) -> None:
-    for name in names:
-        assert any(getattr(x, name) for x in cases), name
+def constant(cases: Sequence[Any]) -> set[str]:
+    """Fields that have one value in all of them."""
+    names = {x.name for x in fields(cases[0])}
+    return {name for name in names if len({getattr(x, name) for x in cases}) == 1}
 
 
 def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

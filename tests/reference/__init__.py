@@ -34,15 +34,14 @@ from tests.reference.dense import attention, attention_with_gradients, low_preci
 from tests.reference.dropout import keep_mask, philox_4x32_7
 from tests.reference.fp8 import Fp8CacheResult, fp8_cache_reference
 from tests.reference.kvcache import KvCacheResult, kvcache_reference, rotate
-from tests.reference.parts import (
+from tests.reference.options import (
     NO_WINDOW,
     AttentionOptions,
     AttentionResult,
     WindowBounds,
-    bias_of_lists,
     visible_keys,
-    with_qv,
 )
+from tests.reference.parts import bias_of_lists, with_qv
 from tests.reference.varlen import (
     dense_keys,
     varlen_attention,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.kvcache import kvcache_reference, rotate
-from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.kvcache import CacheTensors, kvcache_reference, rotate
+from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.parts import told_apart
 
 LARGEST = 448.0
 
@@ -80,30 +81,15 @@ class Fp8CacheResult:
 
 
 def fp8_cache_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
     *,
     q_descale: Tensor | None = None,
-    qv: Tensor | None = None,
-    key_lists: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     quantize: str | None = None,
     rotary_interleaved: bool = True,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
     written: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
     options: AttentionOptions = PLAIN,
-    **features: Any,
+    **others: Any,
 ) -> Fp8CacheResult:
     """What flash_attn_with_kvcache computes over caches of e4m3; changes none of its arguments.
 
@@ -114,31 +100,23 @@ def fp8_cache_reference(
     the reference writes, where a rotation in fp32 may have come out one number off. Other arguments
     are kvcache_reference's.
     """
+    tensors, features = told_apart(CacheTensors, others)
     options = replace(options, **features)
-    rows = k_cache.shape[1]
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    capacity = rows * (1 if block_table is None else block_table.shape[1])
-    used = [capacity] * batch if cache_seqlens is None else cache_seqlens.tolist()
-    entries = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
-    tables = (rotary_cos, rotary_sin)
-    caches = {name: _stored(x).clone() for name, x in (("k", k_cache), ("v", v_cache))}
+    q, capacity, device = tensors.q, tensors.capacity, tensors.q.device
+    tables = (tensors.rotary_cos, tensors.rotary_sin)
+    caches = {"k": _stored(tensors.k_cache).clone(), "v": _stored(tensors.v_cache).clone()}
     given_scales = {"k": k_descale, "v": v_descale}
     scales = {name: x.clone() for name, x in given_scales.items() if x is not None}
-    appended = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=q.device)
-    places = [_places(range(capacity), e, rows, block_table, q.device) for e in entries]
-
-    def of_sequence(index: int, bounds: Tensor | None) -> Any:
-        return index if bounds is None else slice(*bounds[index : index + 2].tolist())
-
-    new_bounds = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
-    lengths = list(used)
-    for index in range(batch if k is not None and v is not None else 0):
-        at = of_sequence(index, new_bounds)
-        steps = torch.arange(len(k[at]), device=q.device)
-        positions = used[index] + steps
-        turned = rotate(k[at].double(), *tables, positions, rotary_interleaved).to(k.dtype)
-        where = tuple(x[positions] for x in places[index])
-        for name, new in (("k", turned), ("v", v[at])):
+    appended = torch.zeros(tensors.k_cache.shape[:2], dtype=torch.bool, device=device)
+    lengths, places, exact_q = [], [], torch.empty_like(q, dtype=torch.float64)
+    for sequence in tensors.sequences():
+        new_k, new_v = sequence.new_k, sequence.new_v
+        positions = sequence.used + torch.arange(len(new_k), device=device)
+        lengths.append(sequence.used + len(positions))
+        places.append(_places(tensors, sequence.entry))
+        turned = rotate(new_k.double(), *tables, positions, rotary_interleaved).to(new_k.dtype)
+        where = tuple(x[positions] for x in places[-1])
+        for name, new in (("k", turned), ("v", new_v)):
             if name not in scales:
                 caches[name][where] = new
                 continue
@@ -146,25 +124,20 @@ def fp8_cache_reference(
                 groups = scales[name].shape[3:]
                 of_groups = new.unflatten(-1, (*groups, -1)) if groups else new
                 scales[name][where] = token_scales(of_groups)
-            scale = _scale_of(scales[name], index, where, new.shape[-1])
+            scale = _scale_of(scales[name], sequence.index, where, new.shape[-1])
             caches[name][where] = to_bytes(scaled_down(new, scale))
         appended[where] = True
-        lengths[index] += len(steps)
-
-    turned_q = torch.empty_like(q)
-    masked = options.causal or any(bound is not None and bound >= 0 for bound in options.window)
-    exact_q = torch.empty_like(q, dtype=torch.float64)
-    for index in range(batch):
-        at = of_sequence(index, cu_seqlens_q)
-        positions = torch.full((len(q[at]),), used[index], device=q.device)
-        if masked:
-            positions += torch.arange(len(positions), device=q.device)
-        turned_q[at] = rotate(q[at].double(), *tables, positions, rotary_interleaved).to(q.dtype)
-        exact_q[at] = turned_q[at].double()
+        queries = q[sequence.queries].flatten(0, -3)
+        positions = torch.full((len(queries),), sequence.used, device=device)
+        if options.moves_with_queries:
+            positions += torch.arange(len(positions), device=device)
+        turned = rotate(queries.double(), *tables, positions, rotary_interleaved).to(q.dtype)
+        own = turned.double()
         if q_descale is not None:
-            of_heads = q_descale if q_descale.dim() == 1 else q_descale[index]
+            of_heads = q_descale if q_descale.dim() == 1 else q_descale[sequence.index]
             group = q.shape[-2] // len(of_heads)
-            exact_q[at] *= of_heads.double().repeat_interleave(group)[:, None]
+            own *= of_heads.double().repeat_interleave(group)[:, None]
+        exact_q[sequence.queries] = own.view(q[sequence.queries].shape)
 
     # Every sequence has an entry of its own, as its scales may differ from those of others.
     dense = {}
@@ -174,20 +147,20 @@ def fp8_cache_reference(
         times = {name: x for name, x in zip("kv", written[2:], strict=True) if x is not None}
     for name, cache in read.items():
         parts = [cache.new_zeros(0, capacity, *cache.shape[2:]).double()]
-        for index in range(batch):
-            part = cache[places[index]]
+        for index, place in enumerate(places):
+            part = cache[place]
             if name in times:
-                scale = _scale_of(times[name], index, places[index], part.shape[-1])
+                scale = _scale_of(times[name], index, place, part.shape[-1])
                 part = from_bytes(part) * scale.double()
             parts.append(part[None].double())
         dense[name] = torch.cat(parts)
-    lengths_now = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-    given = {"cache_seqlens": lengths_now, "cache_leftpad": cache_leftpad}
-    given |= {"cu_seqlens_q": cu_seqlens_q, "options": options, "qv": qv}
-    given["key_lists"] = key_lists
-    expected = kvcache_reference(exact_q, dense["k"], dense["v"], **given).expected
-    half = (x.to(q.dtype) for x in (exact_q, dense["k"], dense["v"]))
-    naive = kvcache_reference(*half, **given).naive
+    done = ("k", "v", "cu_seqlens_k_new", "rotary_cos", "rotary_sin")
+    given = vars(tensors) | dict.fromkeys((*done, "cache_batch_idx", "block_table"))
+    given |= {"q": exact_q, "k_cache": dense["k"], "v_cache": dense["v"], "options": options}
+    given["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    expected = kvcache_reference(**given).expected
+    half = {name: given[name].to(q.dtype) for name in ("q", "k_cache", "v_cache")}
+    naive = kvcache_reference(**given | half).naive
     return Fp8CacheResult(
         expected, naive, caches["k"], caches["v"], scales.get("k"), scales["v"], appended
     )
@@ -198,16 +171,14 @@ def _stored(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _places(
-    positions: range, entry: int, rows: int, block_table: Tensor | None, device: Any
-) -> tuple[Tensor, Tensor]:
+def _places(tensors: CacheTensors, entry: int) -> tuple[Tensor, Tensor]:
     """First two indices into the cache of a sequence's rows. Table entries that are no page become
     page 0: nothing of it is used.
     """
-    row = torch.arange(len(positions), device=device)
-    if block_table is None:
+    row = torch.arange(tensors.capacity, device=tensors.q.device)
+    if tensors.block_table is None:
         return torch.full_like(row, entry), row
-    pages = block_table[entry].long()
+    rows, pages = tensors.k_cache.shape[1], tensors.block_table[entry].long()
     return pages[row // rows].clamp(min=0), row % rows
 
 

@@ -10,14 +10,74 @@ import torch
 from torch import Tensor
 
 from tests.reference.dense import attention_with_gradients, low_precision
-from tests.reference.parts import (
-    PLAIN,
-    AttentionOptions,
-    AttentionResult,
-    bias_of_lists,
-    with_qv,
-)
+from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.parts import bias_of_lists, told_apart, with_qv
 from tests.reference.varlen import dense_keys
+
+
+@dataclass(frozen=True)
+class CacheTensors:
+    """The tensors of a call, by the argument names of flash_attn_with_kvcache.
+
+    q is (B, Sq, Hq, D), or (total_q, Hq, D) with cu_seqlens_q, and k, v likewise; k_cache and
+    v_cache are (entries, capacity, Hk, D), or with block_table pages (num_pages, page_size, Hk, D);
+    those of values may have another head dim.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    cache_seqlens: Any = None  # int32 or a number; None: the capacity
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    qv: Tensor | None = None
+    key_lists: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.q) if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+
+    @property
+    def capacity(self) -> int:
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return self.k_cache.shape[1] * pages
+
+    def sequences(self) -> Iterator[_Sequence]:
+        empty = tuple(x.new_zeros(0, *x.shape[2:]) for x in (self.k_cache, self.v_cache))
+        starts, starts_new = self.cu_seqlens_q, self.cu_seqlens_k_new
+        starts_new = starts if starts_new is None else starts_new
+
+        def value(of: int | Tensor | None, index: int, default: int) -> int:
+            if isinstance(of, Tensor):
+                return int(of[index])
+            return default if of is None else of
+
+        for index in range(self.batch):
+            queries, rows = slice(index, index + 1), (slice(index, index + 1), slice(None))
+            if starts is not None:
+                queries = slice(*starts[index : index + 2].tolist())
+                rows = (slice(None), queries)
+            new_k, new_v = empty
+            if self.k is not None and self.v is not None:
+                at = index if starts_new is None else slice(*starts_new[index : index + 2].tolist())
+                new_k, new_v = self.k[at], self.v[at]
+            yield _Sequence(
+                index=index,
+                queries=queries,
+                rows=rows,
+                new_k=new_k,
+                new_v=new_v,
+                entry=value(self.cache_batch_idx, index, index),
+                used=value(self.cache_seqlens, index, self.capacity),
+                leftpad=value(self.cache_leftpad, index, 0),
+            )
 
 
 @dataclass
@@ -62,24 +122,13 @@ def kvcache_reference(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
     *,
     rotary_interleaved: bool = True,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    qv: Tensor | None = None,
-    key_lists: Tensor | None = None,
     options: AttentionOptions = PLAIN,
-    **features: Any,
+    **others: Any,
 ) -> KvCacheResult:
-    """What flash_attn_with_kvcache computes; changes none of its arguments.
+    """What flash_attn_with_kvcache computes; changes none of its arguments, of which `others`
+    are CacheTensors, and fields of `options`.
 
     Sequence b has its keys in batch entry (or row of block_table) cache_batch_idx[b], b by default,
     from row cache_leftpad[b] to cache_seqlens[b] (default: the capacity). k and v are appended
@@ -87,9 +136,11 @@ def kvcache_reference(
     positions are absolute rows of the cache: those of the new keys, and for queries those from
     cache_seqlens[b] on if there is a mask, else all cache_seqlens[b].
     """
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **others}
+    tensors, features = told_apart(CacheTensors, given)
     options = replace(options, **features)
-    masked = options.causal or any(bound is not None and bound >= 0 for bound in options.window)
-    tables = (rotary_cos, rotary_sin)
+    tables, block_table = (tensors.rotary_cos, tensors.rotary_sin), tensors.block_table
+    qv, key_lists = tensors.qv, tensors.key_lists
     result = KvCacheResult(
         expected=_empty(q, v_cache, torch.float64),
         naive=_empty(q, v_cache, q.dtype),
@@ -97,11 +148,7 @@ def kvcache_reference(
         v_cache=v_cache.clone(),
         appended=torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=k_cache.device),
     )
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    for sequence in _sequences(
-        *(q, k, v, cache_seqlens, cache_batch_idx, cache_leftpad),
-        *(cu_seqlens_q, cu_seqlens_k_new, capacity, k_cache, v_cache),
-    ):
+    for sequence in tensors.sequences():
         begin, used = sequence.leftpad, sequence.used
         queries = q[sequence.queries]
         if queries.dim() == 4:
@@ -109,7 +156,7 @@ def kvcache_reference(
         new_k, new_v = sequence.new_k, sequence.new_v
         appended_at = used + torch.arange(len(new_k), device=q.device)
         queries_at = torch.full((len(queries),), used, device=q.device)
-        if masked:
+        if options.moves_with_queries:
             queries_at += torch.arange(len(queries), device=q.device)
 
         exact = [
@@ -150,7 +197,7 @@ def kvcache_reference(
             target.lse[sequence.rows] = attended.lse.view(target.lse[sequence.rows].shape)
             for name, value in attended.noise.items():
                 target.noise[name] = max(target.noise.get(name, 0.0), value)
-            if rotary_cos is not None and turned.numel() > 0 and keys.numel() > 0:
+            if tables[0] is not None and turned.numel() > 0 and keys.numel() > 0:
                 # Rotated in fp32, an element near the middle of two numbers may round to the other.
                 other = torch.finfo(q.dtype).eps * turned.abs().max() * keys.abs().max()
                 noise = abs(part.scale(q.shape[-1])) * other.item()
@@ -168,49 +215,6 @@ class _Sequence:
     entry: int  # batch entry of the cache or row of the block table
     used: int  # rows of the cache before the append
     leftpad: int
-
-
-def _sequences(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    capacity: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> Iterator[_Sequence]:
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    empty = tuple(x.new_zeros(0, *x.shape[2:]) for x in (k_cache, v_cache))
-    starts_new = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
-
-    def value(of: int | Tensor | None, index: int, default: int) -> int:
-        if isinstance(of, Tensor):
-            return int(of[index])
-        return default if of is None else of
-
-    for index in range(batch):
-        queries, rows = slice(index, index + 1), (slice(index, index + 1), slice(None))
-        if cu_seqlens_q is not None:
-            queries = slice(*cu_seqlens_q[index : index + 2].tolist())
-            rows = (slice(None), queries)
-        new_k, new_v = empty
-        if k is not None and v is not None:
-            at = index if starts_new is None else slice(*starts_new[index : index + 2].tolist())
-            new_k, new_v = k[at], v[at]
-        yield _Sequence(
-            index=index,
-            queries=queries,
-            rows=rows,
-            new_k=new_k,
-            new_v=new_v,
-            entry=value(cache_batch_idx, index, index),
-            used=value(cache_seqlens, index, capacity),
-            leftpad=value(cache_leftpad, index, 0),
-        )
 
 
 def _empty(q: Tensor, v: Tensor, dtype: torch.dtype) -> AttentionResult:

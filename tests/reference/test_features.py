@@ -312,9 +312,7 @@ def test_cache_holds_what_was_appended(page_size: int | None) -> None:
     )
     inputs = case.make_inputs()
     before = inputs.k_cache.clone()
-    arguments = inputs.arguments()
-    options = case.options(arguments.pop("alibi_slopes"))
-    result = kvcache_reference(**arguments, options=options)
+    result = kvcache_reference(**inputs.arguments(), options=case.options())
     assert torch.equal(before.isnan(), inputs.k_cache.isnan())
     caches = [result.k_cache, result.v_cache]
     if page_size is not None:

@@ -10,55 +10,48 @@ import torch
 from torch import Tensor
 
 from tests.reference.dense import attention, attention_with_gradients, low_precision
-from tests.reference.parts import PLAIN, AttentionOptions, AttentionResult, of_sequence
-
-Lengths = Tensor | None
+from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.parts import told_apart
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Where a sequence lies: its queries and its keys, as rows of the packed tensors."""
+class Lengths:
+    """Of packed sequences."""
 
-    index: int
-    queries: slice
-    keys: slice
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
 
-
-def _sequences(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Lengths,
-    seqused_k: Lengths,
-    leftpad_k: Lengths,
-) -> Iterator[_Rows]:
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for index in range(len(starts_q) - 1):
-        begin_q, end_q = starts_q[index : index + 2]
-        begin_k, end_k = starts_k[index : index + 2]
-        if seqused_q is not None:
-            end_q = begin_q + int(seqused_q[index])
-        if seqused_k is not None:
-            end_k = begin_k + int(seqused_k[index])
-        if leftpad_k is not None:
-            begin_k += int(leftpad_k[index])
-        yield _Rows(index, slice(begin_q, end_q), slice(begin_k, end_k))
+    def sequences(self) -> Iterator[tuple[int, slice, slice]]:
+        """The index of each, its queries and its keys, as rows of the packed tensors."""
+        starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        for index in range(len(starts_q) - 1):
+            begin_q, end_q = starts_q[index : index + 2]
+            begin_k, end_k = starts_k[index : index + 2]
+            if self.seqused_q is not None:
+                end_q = begin_q + int(self.seqused_q[index])
+            if self.seqused_k is not None:
+                end_k = begin_k + int(self.seqused_k[index])
+            if self.leftpad_k is not None:
+                begin_k += int(self.leftpad_k[index])
+            yield index, slice(begin_q, end_q), slice(begin_k, end_k)
 
 
 def varlen_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
     *,
-    seqused_q: Lengths = None,
-    seqused_k: Lengths = None,
-    leftpad_k: Lengths = None,
     options: AttentionOptions = PLAIN,
     compute_dtype: torch.dtype = torch.float64,
-    **features: Any,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of dense.attention of every sequence, differentiable in what that is."""
+    """(out, lse) of dense.attention of every sequence, differentiable in what that is. `others` are
+    Lengths, and fields of `options`, here and below.
+    """
+    lengths, features = told_apart(Lengths, others)
     options = replace(options, **features)
     total_q, heads_q, _ = q.shape
     outs: list[Tensor] = []
@@ -70,10 +63,9 @@ def varlen_attention(
         outs.append(q.new_zeros(end - row, heads_q, v.shape[-1], dtype=compute_dtype))
         lses.append(q.new_full((heads_q, end - row), -torch.inf, dtype=compute_dtype))
 
-    for rows in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
-        at_q, at_k = rows.queries, rows.keys
+    for index, at_q, at_k in lengths.sequences():
         skip_to(at_q.start)
-        part = options.of_sequence(rows.index, at_q.stop - at_q.start, at_k.stop - at_k.start)
+        part = options.of_sequence(index, at_q.stop - at_q.start, at_k.stop - at_k.start)
         tensors = q[None, at_q], k[None, at_k], v[None, at_k]
         out, lse = attention(*tensors, options=part, compute_dtype=compute_dtype)
         outs.append(out[0])
@@ -84,94 +76,64 @@ def varlen_attention(
 
 
 def varlen_attention_with_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    seqused_q: Lengths = None,
-    seqused_k: Lengths = None,
-    leftpad_k: Lengths = None,
-    options: AttentionOptions = PLAIN,
-    compute_dtype: torch.dtype = torch.float64,
-    **features: Any,
+    *tensors: Tensor | None, compute_dtype: torch.dtype = torch.float64, **others: Any
 ) -> AttentionResult:
-    """dense.attention_with_gradients of every sequence; dlse is (Hq, total_q).
+    """dense.attention_with_gradients of every sequence, of q, k, v, dout and dlse, which is
+    (Hq, total_q).
 
     options.keep_mask is (B, Hq, longest Sq, longest Sk) or larger. Tensors of the result have the
     shapes of dout, q, k, v and (Hq, total_q).
     """
 
-    def run(*tensors: Tensor | None, options: AttentionOptions) -> AttentionResult:
+    def run(*tensors: Any, options: AttentionOptions) -> AttentionResult:
         return attention_with_gradients(*tensors, options=options, compute_dtype=compute_dtype)
 
-    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
-    options = replace(options, **features)
-    return _each(sequences, run, (q, k, v, dout, dlse), compute_dtype, options)
+    return _each(run, compute_dtype, *tensors, **others)
 
 
 def varlen_low_precision(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, **others: Any
+) -> AttentionResult:
+    """dense.low_precision of every sequence."""
+    return _each(low_precision, q.dtype, q, k, v, dout, dlse, **others)
+
+
+def _each(
+    run: Callable[..., AttentionResult],
+    dtype: torch.dtype,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
     *,
-    seqused_q: Lengths = None,
-    seqused_k: Lengths = None,
-    leftpad_k: Lengths = None,
     options: AttentionOptions = PLAIN,
-    **features: Any,
+    **others: Any,
 ) -> AttentionResult:
-    """dense.low_precision of every sequence."""
-    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    lengths, features = told_apart(Lengths, others)
     options = replace(options, **features)
-    return _each(sequences, low_precision, (q, k, v, dout, dlse), q.dtype, options)
-
-
-def _each(
-    sequences: Iterator[_Rows],
-    run: Callable[..., AttentionResult],
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    dtype: torch.dtype,
-    options: AttentionOptions,
-) -> AttentionResult:
-    q, k, v, dout, dlse = tensors
     out, dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (dout, q, k, v))
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
-    dbias, dsink = (
-        None if x is None else torch.zeros_like(x, dtype=dtype)
-        for x in (options.bias, options.sink)
-    )
+    sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in options.leaves().items()}
     noise: dict[str, float] = {}
-    for rows in sequences:
-        at_q, at_k = rows.queries, rows.keys
-        part = options.of_sequence(rows.index, at_q.stop - at_q.start, at_k.stop - at_k.start)
+    for index, at_q, at_k in lengths.sequences():
+        of = (index, at_q.stop - at_q.start, at_k.stop - at_k.start)
         result = run(
             q[None, at_q],
             k[None, at_k],
             v[None, at_k],
             dout[None, at_q],
             None if dlse is None else dlse[None, :, at_q],
-            options=part,
+            options=options.of_sequence(*of),
         )
         out[at_q], lse[:, at_q], dq[at_q] = result.out[0], result.lse[0], result.dq[0]
         dk[at_k], dv[at_k] = result.dk[0], result.dv[0]
-        if dbias is not None:
-            seqlens = (at_q.stop - at_q.start, at_k.stop - at_k.start)
-            of_sequence(dbias, rows.index, *seqlens).add_(result.dbias)
-        if dsink is not None:
-            dsink += result.dsink
+        for name, x in replace(options, **sums).of_sequence(*of).leaves().items():
+            x.add_(getattr(result, f"d{name}"))
         for name, value in result.noise.items():
             noise[name] = max(noise.get(name, 0.0), value)
-    return AttentionResult(
-        out=out, lse=lse, dq=dq, dk=dk, dv=dv, dbias=dbias, dsink=dsink, noise=noise
-    )
+    gradients = {"dq": dq, "dk": dk, "dv": dv, **{f"d{name}": x for name, x in sums.items()}}
+    return AttentionResult(out=out, lse=lse, **gradients, noise=noise)
 
 
 def dense_keys(
