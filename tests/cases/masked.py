@@ -127,20 +127,7 @@ class MaskedCase:
         reach = relative_bias.shape[1] // 2
         queries, keys = (torch.arange(x, device=relative_bias.device) for x in self.seqlens)
         distance = keys - queries[:, None]
-        of = self.of
-        if isinstance(of, VarlenCase):
-            shifts = [
-                k - pad - q
-                for q, k, pad in zip(
-                    of.used_q or of.lengths_q,
-                    of.used_k or of.keys,
-                    of.leftpad or [0] * of.batch,
-                    strict=True,
-                )
-            ]
-        else:
-            shifts = [self.seqlens[1] - self.seqlens[0]]
-        places = [(distance - shift).clamp(-reach, reach) + reach for shift in shifts]
+        places = [(distance - (k - q)).clamp(-reach, reach) + reach for q, k in self._lengths()]
         return torch.stack([relative_bias[:, place] for place in places])
 
     def _shape(self, own: str, rows: int, columns: int) -> tuple[int, int, int, int]:

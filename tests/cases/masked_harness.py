@@ -36,16 +36,9 @@ def attend_masked(
     """
     of = inputs.of
     given = {name: leaves.get(name, getattr(of, name)) for name in "qkv"}
-<<<<<<< HEAD
-    masks = case.arguments(inputs)
-    if "bias" in leaves:
-        masks["attn_mask" if inputs.relative_bias is None else "relative_bias"] = leaves["bias"]
-    if "sink" in leaves:
-        masks["sink"] = leaves["sink"]
-=======
-    others = {"attn_mask" if x == "bias" else x: y for x, y in leaves.items() if x not in given}
+    name_of_bias = "attn_mask" if inputs.relative_bias is None else "relative_bias"
+    others = {name_of_bias if x == "bias" else x: y for x, y in leaves.items() if x not in given}
     masks = case.arguments(inputs) | others
->>>>>>> 146d67d (The reference says all of an option in one place, and a case's field says what str(), rows and random calls have of it)
     options = {**case.of.arguments(), "alibi_slopes": of.alibi_slopes, **masks, **changes}
     if options["dropout_p"] > 0.0:
         seed_dropout(case.of)
@@ -72,18 +65,12 @@ def run_masked(
     leaves = {}
     if backward:
         leaves = {name: getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"}
-<<<<<<< HEAD
-        if case.bias is not None and case.bias.requires_grad:
-            bias = inputs.bias if inputs.relative_bias is None else inputs.relative_bias
-            leaves["bias"] = bias.detach().requires_grad_()
-        if case.sink is not None:
-            leaves["sink"] = inputs.sink.detach().requires_grad_()
-=======
+        of_bias = inputs.bias if inputs.relative_bias is None else inputs.relative_bias
         for name in WITH_GRADIENT:
             described = getattr(case, name)
             if described is not None and getattr(described, "requires_grad", True):
-                leaves[name] = getattr(inputs, name).detach().requires_grad_()
->>>>>>> 146d67d (The reference says all of an option in one place, and a case's field says what str(), rows and random calls have of it)
+                x = of_bias if name == "bias" else getattr(inputs, name)
+                leaves[name] = x.detach().requires_grad_()
     returns_lse = case.returns_lse and (case.of.dropout_p == 0.0 or "block_mask" not in changes)
     if returns_lse:
         out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
@@ -165,9 +152,8 @@ def masked_reference(
     case: MaskedCase, inputs: MaskedInputs, *, use_dlse: bool = True
 ) -> tuple[AttentionResult, AttentionResult]:
     """(fp64 result, naive low-precision result) for tolerance.assert_close."""
-<<<<<<< HEAD
-    masks = {"mask": case.visible(inputs), "bias": inputs.bias, "sink": inputs.sink}
     use_dlse = use_dlse and case.returns_lse
+    masks = replace(inputs, mask=case.visible(inputs)).options()
     results = run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
     if inputs.relative_bias is not None:
         for result in results:
@@ -182,10 +168,6 @@ def _of_distances(case: MaskedCase, dbias: Tensor | None, relative_bias: Tensor)
     leaf = relative_bias.to(torch.float64).requires_grad_()
     (found,) = torch.autograd.grad(case.over_pairs(leaf), leaf, dbias.double())
     return found.to(dbias.dtype)
-=======
-    use_dlse = use_dlse and case.returns_lse
-    return run_reference(case.of, inputs.of, use_dlse=use_dlse, **inputs.options())
->>>>>>> 146d67d (The reference says all of an option in one place, and a case's field says what str(), rows and random calls have of it)
 
 
 def check_masked(
