@@ -37,6 +37,7 @@ DENSITY_SEQLEN = 16_384
 DENSITIES, QUICK_DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05), (0.25, 0.05)
 DOCUMENTS, MEAN_DOCUMENT = 32, 1024
 BIAS_SEQLEN = 4096
+DISTANCE_SEQLENS, REACH = (4096, 16_384), 128  # of a relative_bias, as T5's
 SINK_SEQLENS, QUICK_SINK_SEQLENS = (1024, 4096, 16_384), (4096,)
 HEAD_DIMS = (64, 128)
 
@@ -47,6 +48,7 @@ BLOCKS = {ALL: random_blocks, RANDOM: random_blocks, WINDOW: window_blocks}
 OF_DENSE_TIME = {0.25: 0.29, 0.05: 0.075}
 FASTER_THAN_FLEX = Target("speedup", 1.15)
 FASTER_THAN_TORCH = Target("speedup", 1.3)
+TWICE_AS_FAST_AS_FLEX = Target("speedup", 2.0)
 LIKE_PACKED = Target("time_ratio", 1.1, at_least=False)
 SINK_COSTS_LITTLE = Target("time_ratio", 1.02, at_least=False)
 
@@ -122,6 +124,14 @@ def bias_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup
     return [
         MaskGroup("bias", one_sequence(BIAS_SEQLEN, head_dim, device), "bias")
         for head_dim in head_dims or (HEAD_DIMS[1:] if quick else HEAD_DIMS)
+    ]
+
+
+def distance_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup]:
+    return [
+        MaskGroup("distance", one_sequence(seqlen, head_dim, device), "relative bias")
+        for head_dim in head_dims or HEAD_DIMS[:1]
+        for seqlen in (DISTANCE_SEQLENS[:1] if quick else DISTANCE_SEQLENS)
     ]
 
 
@@ -244,6 +254,37 @@ def bias_entrants(group: MaskGroup) -> list[Entrant]:
     ]
 
 
+def distance_entrants(group: MaskGroup) -> list[Entrant]:
+    """Backward with the table's gradient."""
+    case = group.case
+    generator = torch.Generator(case.device).manual_seed(1)
+    shape = (case.num_heads_q, 2 * REACH + 1)
+    table = torch.randn(shape, dtype=case.dtype, device=case.device, generator=generator)
+    inputs = case.make_inputs()
+    ours, dout = tensors_of(inputs)
+    views, dout_view = tensors_of(inputs, heads_first)
+    torchs = {"order": TensorOrder.heads_first, "dout": dout_view}
+    return [
+        Entrant(
+            "relative bias",
+            partial(ours_by_distance, case),
+            (*ours, *leaves(table)),
+            dout,
+            peer="flex",
+            twin="torch, dense bias",
+            targets=(TWICE_AS_FAST_AS_FLEX,),
+        ),
+        Entrant("flex", partial(flex_by_distance, case), (*views, *leaves(table)), **torchs),
+        Entrant(
+            "torch, dense bias",
+            partial(torch_by_distance, case),
+            (*views, *leaves(table)),
+            scope=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION),
+            **torchs,
+        ),
+    ]
+
+
 def sink_entrants(group: MaskGroup) -> list[Entrant]:
     """A constant sink and, backward, one with a gradient."""
     case = group.case
@@ -292,12 +333,16 @@ def ours_in_blocks(case: AttentionCase, blocks: Tensor) -> Attend:
     return partial(flash_attn_func, block_mask=sparsity)
 
 
-def flex_in_blocks(case: AttentionCase, blocks: Tensor) -> Attend:
+def require_triton(case: AttentionCase) -> None:
     require_cuda(case)
     try:
         import triton  # noqa: F401
     except ImportError as error:
         raise Unsupported(f"triton is not importable: {error}") from None
+
+
+def flex_in_blocks(case: AttentionCase, blocks: Tensor) -> Attend:
+    require_triton(case)
     return partial(compiled_flex_attention(), block_mask=flex_block_mask(blocks))
 
 
@@ -324,6 +369,38 @@ def torch_with_bias(case: AttentionCase) -> Attend:
     return F.scaled_dot_product_attention  # whose fourth argument is the bias
 
 
+def ours_by_distance(case: AttentionCase) -> Attend:
+    from flash_attn_cuda import flash_attn_func
+
+    require_ours(case.device)
+    return lambda q, k, v, table: flash_attn_func(q, k, v, relative_bias=table)
+
+
+def flex_by_distance(case: AttentionCase) -> Attend:
+    require_triton(case)
+    flex = compiled_flex_attention()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + table[h, (j - i).clamp(-REACH, REACH) + REACH]
+
+        return flex(q, k, v, score_mod=score_mod)
+
+    return attend
+
+
+def torch_by_distance(case: AttentionCase) -> Attend:
+    """The bias is made in every call, as of a table that is trained."""
+    require_cuda(case)
+    query, key = (torch.arange(x, device=case.device) for x in (case.seqlen_q, case.seqlen_k))
+    place = (key - query[:, None]).clamp(-REACH, REACH) + REACH
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, table[None, :, place])
+
+    return attend
+
+
 def ours_with_sink(case: AttentionCase, constant: Tensor | None = None) -> Attend:
     """Without a constant sink the function takes one as its last argument."""
     from flash_attn_cuda import flash_attn_func
@@ -340,5 +417,6 @@ PARTS: dict[str, tuple[Groups, Callable[[MaskGroup], list[Entrant]]]] = {
     "density": (density_groups, density_entrants),
     "document": (document_groups, document_entrants),
     "bias": (bias_groups, bias_entrants),
+    "distance": (distance_groups, distance_entrants),
     "sink": (sink_groups, sink_entrants),
 }

@@ -99,7 +99,11 @@ def results(entrant: Entrant) -> dict[str, Tensor]:
     made = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients[:3]), strict=True))
     made = {name: by_token(x, entrant.order) for name, x in made.items()}
     if len(gradients) == 4:
-        made["dbias"] = by_token(gradients[3], TensorOrder.heads_first)
+        dbias = gradients[3]
+        if dbias.dim() == 2:  # (heads, distances)
+            made["dbias"] = dbias.t()[..., None]
+        else:
+            made["dbias"] = by_token(dbias, TensorOrder.heads_first)
     return made
 
 

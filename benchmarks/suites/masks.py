@@ -8,6 +8,7 @@ density: masks in 128 x 128 blocks, against dense attention and torch's FlexAtte
     for each pass and head dim; results are compared with its.
 document: packed documents in one sequence with a mask, against flash_attn_varlen_func.
 bias: a bias with a gradient, against torch's memory-efficient kernels.
+distance: a relative_bias with a gradient, against FlexAttention and a bias over pairs.
 sink: against the same call without.
 
 bf16, random normal data, medians of turns of 100 ms; what is compared is timed in one process, and

@@ -51,6 +51,7 @@ TINY: dict[Any, dict[str, Any]] = {
     mask_entrants: {
         **{"HEADS": 2, "DENSITY_SEQLEN": 2 * BLOCK, "DENSITIES": (1.0, 0.75)},
         **{"DOCUMENTS": 2, "MEAN_DOCUMENT": 60, "BIAS_SEQLEN": 150, "SINK_SEQLENS": (32,)},
+        **{"DISTANCE_SEQLENS": (150,)},
         "HEAD_DIMS": (8, 16),
     },
 }
@@ -155,6 +156,7 @@ def peers_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention has no backward on the CPU, and torch's kernel for biases none at all."""
     monkeypatch.setattr(mask_entrants, "require_cuda", lambda case: None)
     monkeypatch.setattr(mask_entrants, "sdpa_kernel", lambda kernel: nullcontext())
+    monkeypatch.setattr(mask_entrants, "flex_by_distance", mask_entrants.torch_by_distance)
     replace_flex(monkeypatch, dense_in_blocks)
 
 
@@ -176,10 +178,10 @@ def test_masks_compute_what_their_peers_do(tmp_path: Path, capsys) -> None:
     assert all(row["status"] == "ok" for row in rows)
     checked = [row for row in rows if row["check"]]
     assert {row["what"] for row in checked} == {
-        *("block mask", "causal mask", "mask, causal call", "bias")
+        *("block mask", "causal mask", "mask, causal call", "bias", "relative bias")
     }
     for row in checked:
-        names = {"dq", "dk", "dv", *(["dbias"] if row["what"] == "bias" else [])}
+        names = {"dq", "dk", "dv", *(["dbias"] if "bias" in row["what"] else [])}
         assert row["check"]["errors"].keys() == ({"out"} if row["pass"] == "forward" else names)
         assert row["error"] < 0.02
     printed = capsys.readouterr().out
@@ -234,7 +236,7 @@ def test_an_error_leaves_what_was_measured_before_it(monkeypatch, tmp_path: Path
         ("grid", "--head-dims 16x8x8", "must be D or DxDv"),
         ("grid", "--turn-ms nan", "must be a positive number, got 'nan'"),
         ("grid", "--turn-ms -1", "must be a positive number, got '-1'"),
-        ("masks", "--parts density,all", "some of density,document,bias,sink, got 'all'"),
+        ("masks", "--parts density,all", "some of density,document,bias,distance,sink, got 'all'"),
         ("fp8_cache", "--shape 1,2,3", "must be five integers B,S,Hq,Hk,D"),
         ("train", "--steps 20", "--steps must be from 1 to 19"),
         ("gemma", "--attentions ours+xla", "must be one or two of ours,"),
