@@ -93,6 +93,9 @@ def test_opcheck() -> None:
     one_length = of_sixteen_bits(new=False, seqused_k=None, seqlen_k=5)
     opcheck(_ops.attention, arguments(**one_length))
     opcheck(_ops.attention_with_append, append_arguments(**of_sixteen_bits()))
+    in_16_bits = {"v": torch.randn(2, 9, 1, 128), "v_descale": None}
+    opcheck(_ops.attention, arguments(**of_latent(**in_16_bits, k_new=None, v_new=None)))
+    opcheck(_ops.attention_with_append, append_arguments(**of_latent(**in_16_bits)))
     partials = (torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4))
     opcheck(_ops._flash_attn_combine, (*partials, torch.bfloat16))
     opcheck(_ops._flash_attn_combine_out, (*partials, torch.empty(2, 5, 4, 8)))
