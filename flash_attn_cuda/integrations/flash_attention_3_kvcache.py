@@ -12,7 +12,7 @@ from ..functions.rotary import apply_rotary_emb
 from .sequences import (
     REFUSALS,
     is_e4m3,
-    packed,
+    packed_keys,
     refuse_fp8,
     refuse_given,
     renamed,
@@ -80,8 +80,7 @@ def flash_attn_with_kvcache(
     """
     refuse_fp8(E4M3, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if k is not None and v is not None and cu_seqlens_q is not None and cu_seqlens_k_new is None:
-        v, _, _ = packed("v", v)
-        k, cu_seqlens_k_new, _ = packed("k", k)
+        k, v, cu_seqlens_k_new, _ = packed_keys(k, v, cu_seqlens_q)
     if k is not None and rotary_seqlens is not None and rotary_cos is not None:
         if is_e4m3(q) or is_e4m3(k):
             refuse_given(f"q or k is of {E4M3}", rotary_seqlens=rotary_seqlens)

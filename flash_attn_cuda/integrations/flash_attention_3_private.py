@@ -25,6 +25,8 @@ from .sequences import (
     REFUSALS,
     attend_sequences,
     packed,
+    packed_beside,
+    packed_keys,
     refuse_fp8,
     refuse_given,
     renamed,
@@ -234,13 +236,13 @@ def _flash_attn_backward(
             check_like(f"d{name}", targets[f"d{name}"], x.shape, x.dtype, x, name)
     made = dict(targets)
     if cu_seqlens_q is None:
-        q, cu_seqlens_q, max_seqlen_q = packed("q", q)
-        dout, out = packed("dout", dout)[0], packed("out", out)[0]
+        queries, cu_seqlens_q, max_seqlen_q = packed("q", q)
+        dout, out = packed_beside("dout", dout, "q", q), packed_beside("out", out, "q", q)
+        q = queries
         softmax_lse = softmax_lse.transpose(0, 1).flatten(1)
         made["dq"] = None if dq is None else torch.empty_like(q)
     if cu_seqlens_k is None:
-        k, cu_seqlens_k, max_seqlen_k = packed("k", k)
-        v, _, _ = packed("v", v)
+        k, v, cu_seqlens_k, max_seqlen_k = packed_keys(k, v, cu_seqlens_q)
         made["dk"] = None if dk is None else torch.empty_like(k)
         made["dv"] = None if dv is None else torch.empty_like(v)
     try:

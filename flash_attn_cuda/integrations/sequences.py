@@ -109,6 +109,28 @@ def packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
     return x.flatten(0, 1), cu_seqlens, seqlen
 
 
+def packed_beside(name: str, x: Tensor, other_name: str, other: Tensor) -> Tensor:
+    """packed's rows of x, of which there is one for each of `other`, in the same places."""
+    check_tensor(name, x)
+    if x.shape[:-1] != other.shape[:-1]:
+        raise ValueError(
+            f"{name}: must have the shape of {other_name} but for the last dimension, "
+            f"{tuple(other.shape)}, got {tuple(x.shape)}"
+        )
+    return packed(name, x)[0]
+
+
+def packed_keys(k: Tensor, v: Tensor, cu_seqlens_q: Any) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(k, v, cu_seqlens, seqlen) of k and v of the sequences of cu_seqlens_q."""
+    rows, cu_seqlens, seqlen = packed("k", k)
+    values = packed_beside("v", v, "k", k)
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    batch = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q.dim() == 1 else k.shape[0]
+    if k.shape[0] != batch:
+        raise ValueError(f"k: batch must be that of q ({batch}), got {k.shape[0]}")
+    return rows, values, cu_seqlens, seqlen
+
+
 def attend_sequences(
     q: Tensor,
     k: Tensor,
@@ -163,12 +185,12 @@ def attend_sequences(
             raise renamed(error, names) from error
     batch_and_seqlen = None
     if cu_seqlens_q is None:
+        queries, cu_seqlens_q, max_seqlen_q = packed("q", q)
         batch_and_seqlen = q.shape[:2]
-        q, cu_seqlens_q, max_seqlen_q = packed("q", q)
-        qv = None if qv is None else packed("qv", qv)[0]
+        qv = None if qv is None else packed_beside("qv", qv, "q", q)
+        q = queries
     if block_table is None and cu_seqlens_k is None:
-        v, _, _ = packed("v", v)
-        k, cu_seqlens_k, max_seqlen_k = packed("k", k)
+        k, v, cu_seqlens_k, max_seqlen_k = packed_keys(k, v, cu_seqlens_q)
     elif block_table is not None and cu_seqlens_k is None and seqused_k is None:
         check_tensor("k", k)
         check_tensor("cu_seqlens_q", cu_seqlens_q)

@@ -38,6 +38,27 @@ def test_empty_layouts(device: str) -> None:
         )
 
 
+def test_shapes_that_packed_rows_do_not_show() -> None:
+    """A tensor of as many rows in other places is none of this call's."""
+    q, k, v = dense("cpu", 6, 8)
+    qv, out = (normal("cpu", 2, 6, 4, 24) for _ in range(2))
+    latent: dict[str, Any] = {"q": q, "k": k, "v": v, "qv": qv, "softmax_scale": 0.2}
+    appended = {"q": q.flatten(0, 1), "k_cache": k, "v_cache": v, "k": k[:, :2], "v": v[:, :2]}
+    appended |= {"cache_seqlens": int32("cpu", 4, 6), "cu_seqlens_q": int32("cpu", 0, 6, 12)}
+    backward = {"dout": out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": out[..., 0].mT}
+    backward |= {"sequed_k": int32("cpu", 8, 8)}
+    beside = "must have the shape of {} but for the last dimension, .*, got .4, "
+    for function, given, changes, words in (
+        (fa3.flash_attn_func, latent, {"v": v.view(4, 4, 2, 24)}, f"v: {beside.format('k')}"),
+        (fa3.flash_attn_func, latent, {"qv": qv.view(4, 3, 4, 24)}, f"qv: {beside.format('q')}"),
+        (fa3.flash_attn_func, latent, {"k": k[:1], "v": v[:1]}, "k: batch must be .* .2., got 1"),
+        (fa3.flash_attn_with_kvcache, appended, {"v": v.view(8, 2, 2, 24)[:4, :1]}, "v: must"),
+        (fa3._flash_attn_backward, backward, {"dout": out.view(4, 3, 4, 24)}, "dout: must"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}"):
+            function(**given | changes)
+
+
 # -- caches ----------------------------------------------------------------------------------------
 
 
