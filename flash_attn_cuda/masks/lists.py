@@ -38,7 +38,7 @@ def pack(visible: Tensor) -> Tensor:
     missing = -visible.shape[-1] % TILE
     if missing > 0:
         visible = pad(visible, (0, missing))
-    elif not _is_read_as_int64(visible):
+    elif is_compiling() or not _is_read_as_int64(visible):
         visible = visible.clone(memory_format=torch.contiguous_format)
     gathered = visible.view(torch.int64) * _GATHER_BITS
     highest = gathered.view(torch.uint8)[..., 7::8]

@@ -363,7 +363,7 @@ def test_compiled_whole(function: Any, backend: str) -> None:
 
 
 def test_an_argument_of_compiled_code() -> None:
-    mask = random_mask((1, 1, 200, 200), 0.5)
+    mask = random_mask((1, 1, 200, 256), 0.5)
     compiled = torch.compile(lambda x: x.to_mask(), fullgraph=True, backend="eager")
     assert torch.equal(compiled(BlockSparsity.from_mask(mask)), mask)
     made = torch.compile(BlockSparsity.from_mask, fullgraph=True, backend="eager")(mask)
