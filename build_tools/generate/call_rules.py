@@ -68,6 +68,7 @@ DTYPES = {
     "int64": "at::kLong",
     "int8": "at::kChar",
     "fp32": "at::kFloat",
+    "e8m0": "at::kFloat8_e8m0fnu",
     "lse": "at::kFloat",
     "q": "call.q.scalar_type()",
     "new": "dtype_of_new_keys(call)",
@@ -205,27 +206,32 @@ def arrays_of_call(fields: list[Field], writer: Writer) -> Iterator[str]:
         if (shape := x.said.get("shape")) and not x.said.get("over_pairs"):
             sizes = re.sub(r"\((.*?),?\)", r"{\1}", shape).replace(" |", ",")
             given = f"{writer.name(x.name)}, call.{x.name}"
-            dtype = DTYPES[x.said.get("dtype", "int32")]
-            is_strided = x.said.get("is_strided")
-            check, sizes = ("strided", f"{{{sizes}}}") if is_strided else ("array", sizes)
+            dtype = dtypes_of(x)
+            check = "array"
+            if is_strided := x.said.get("is_strided"):
+                check, sizes, dtype = "strided", f"{{{sizes}}}", f"{{{dtype}}}"
             yield f"  if (call.{x.name}.defined())"
             if shape != "...":
                 yield f"    check_{check}({given}, {sizes}, {dtype}, q);"
             elif is_strided:
-                yield f"    check_place({given}, {{{dtype}}}, q);"
+                yield f"    check_place({given}, {dtype}, q);"
             else:
                 yield f"    check_array({given}, call.{x.name}.sizes(), {dtype}, q);"
+
+
+def dtypes_of(field: Field) -> str:
+    """Those that an array may have."""
+    return ", ".join(DTYPES[each] for each in field.said.get("dtype", "int32").split(" or "))
 
 
 def arrays_over_pairs(fields: list[Field]) -> Iterator[str]:
     yield "  const auto [B, Hq, Sq, Sk, Tq, Tk, or_more] = extent_of(call);"
     for x in fields:
         if x.said.get("over_pairs"):
-            dtypes = ", ".join(DTYPES[each] for each in x.said.get("dtype", "int32").split(" or "))
             for shape, fact in shapes_over_pairs(x.said):
                 yield f"  if (call.{x.name}.defined(){fact})"
                 given = f'"{x.name}", call.{x.name}, {{{sizes_over_pairs(shape)}}}'
-                yield f"    check_over_pairs({given}, {{{dtypes}}}, call.q);"
+                yield f"    check_over_pairs({given}, {{{dtypes_of(x)}}}, call.q);"
 
 
 def shapes_over_pairs(said: dict[str, Any]) -> list[tuple[str, str]]:

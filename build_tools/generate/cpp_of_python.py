@@ -16,7 +16,7 @@ OPERATORS: dict[type[ast.AST], str] = {
     **{ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="},
 }
 ATTRIBUTES = {"shape": "sizes()", "dtype": "scalar_type()"}
-IN_CPP = {"E4M3": "at::kFloat8_e4m3fn"}
+IN_CPP = {"E4M3": "at::kFloat8_e4m3fn", "E8M0": "at::kFloat8_e8m0fnu"}
 
 
 class Translator:

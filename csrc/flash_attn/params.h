@@ -222,12 +222,14 @@ struct TangentParams {
 
 // What numbers of e4m3 are multiplied by: (batch, heads_k), or one for each token and head, laid
 // out as k is, or, of latent rows, for each group of its columns. data null: 1. Any number may be
-// there, and none of a token that is not.
+// there, and none of a token that is not. is_e8m0: data and strides are of bytes, each the power of
+// two 2^(byte - 127), of groups alone.
 struct ScaleView {
   static constexpr int one_group = 31;
 
   float* data = nullptr;
   bool per_token = false;
+  bool is_e8m0 = false;
   std::int8_t group_shift = one_group;  // a group has 2^group_shift columns, from 64 on
   std::int32_t group_stride = 0;
   std::int64_t batch_stride = 0;
@@ -244,6 +246,7 @@ struct ForwardParams {
   Dtype dtype = Dtype::bf16;  // of q and out
   bool e4m3_kv = false;       // k and v are of e4m3, whatever dtype, and stand for what scales say
   bool e4m3_latent = false;   // v alone is, of a call with qv: its strides are in bytes
+  bool values_include_rope = false;  // then: values are v's columns, and k's behind them
   ScaleParams scales;
   AttentionShape shape;
   SequenceParams sequences;
@@ -269,6 +272,11 @@ struct ForwardParams {
   DeviceErrors* errors = nullptr;  // may be null
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
 };
+
+// Those that v has itself.
+constexpr int columns_of_v(const ForwardParams& params) {
+  return params.shape.head_dim_v - (params.values_include_rope ? params.shape.head_dim : 0);
+}
 
 constexpr bool has_key_lists(const ForwardParams& params) { return params.keys_per_list > 0; }
 

@@ -206,7 +206,7 @@ int fewest_splits(std::int64_t tiles, int slots, int steps, int most) {
 // Of absorbed latent attention: the sm90 row of the fewest rows that has those of a sequence, or of
 // the most that there are; a decode kernel where neither TMA nor vectors can load the tensors. With
 // lists of keys rows are of one query. Rows of e4m3 convert, and have vectors; a decode kernel does
-// so as well.
+// so as well, and alone where scales are of e8m0 or rotary columns are values.
 const ForwardInstance& choose_latent(const ForwardParams& params, const TensorExtents& extents,
                                      bool has_vectors, const DeviceInfo& device,
                                      std::span<const ForwardInstance* const> instances) {
@@ -224,7 +224,8 @@ const ForwardInstance& choose_latent(const ForwardParams& params, const TensorEx
     return loads_rows(params) ? has_vectors && has_near_rows(view, params.dtype, extent)
                               : tma_can_move(view, params.dtype, extent);
   };
-  request.suits_sm90 = tma_can_move(params.q, params.dtype, extents.q) &&
+  request.suits_sm90 = !params.values_include_rope && !params.scales.v.is_e8m0 &&
+                       tma_can_move(params.q, params.dtype, extents.q) &&
                        tma_can_move(params.qv, params.dtype, extents.q) &&
                        can_load(params.k, extents.k) && can_load(params.v, extents.v);
   const ForwardInstance* found = find_instance(instances, request, device);

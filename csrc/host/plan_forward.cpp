@@ -32,7 +32,7 @@ void check_e4m3(const ForwardParams& params) {
   const AttentionShape& shape = params.shape;
   const int bytes = bytes_of_keys(params);
   const bool is_whole =
-      shape.head_dim * bytes % vector_bytes == 0 && shape.head_dim_v % vector_bytes == 0;
+      shape.head_dim * bytes % vector_bytes == 0 && columns_of_v(params) % vector_bytes == 0;
   if (!is_whole || !has_vector_rows(params.k, bytes) || !has_vector_rows(params.v, 1))
     throw_error("k and v of e4m3 must have rows of whole 16 bytes that begin at 16 bytes");
 }

@@ -100,9 +100,9 @@ void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shap
 }
 
 void check_strided(const char* name, const at::Tensor& tensor,
-                   std::initializer_list<at::IntArrayRef> shapes, at::ScalarType dtype,
-                   const at::Tensor& q) {
-  check_place(name, tensor, {dtype}, q);
+                   std::initializer_list<at::IntArrayRef> shapes,
+                   std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q) {
+  check_place(name, tensor, dtypes, q);
   const bool fits = std::ranges::any_of(
       shapes, [&](at::IntArrayRef shape) { return !shape.empty() && tensor.sizes() == shape; });
   TORCH_CHECK_VALUE(fits, name, ": must have shape ", any_of(shapes), ", got ",

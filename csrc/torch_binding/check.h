@@ -86,8 +86,8 @@ void check_like(const char* name, const at::Tensor& tensor, at::IntArrayRef shap
 // The tensor passes check_place() and has one of these shapes, but for empty ones. Kernels read it
 // by its strides.
 void check_strided(const char* name, const at::Tensor& tensor,
-                   std::initializer_list<at::IntArrayRef> shapes, at::ScalarType dtype,
-                   const at::Tensor& q);
+                   std::initializer_list<at::IntArrayRef> shapes,
+                   std::initializer_list<at::ScalarType> dtypes, const at::Tensor& q);
 
 // The tensor passes check_like() and is contiguous: kernels read it as a plain array.
 void check_array(const char* name, const at::Tensor& tensor, at::IntArrayRef shape,

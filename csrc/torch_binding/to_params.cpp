@@ -162,7 +162,7 @@ at::DimVector with_columns(at::IntArrayRef sizes, std::int64_t columns) {
 }
 
 at::DimVector output_sizes(const AttentionCall& call) {
-  return with_columns(call.q.sizes(), head_dim_v_of(call));
+  return with_columns(call.q.sizes(), value_columns_of(call));
 }
 
 at::DimVector lse_sizes(const AttentionCall& call) {
@@ -204,6 +204,8 @@ ForwardParams forward_params(const AttentionCall& call) {
   }
   params.e4m3_kv = is_fp8(call);
   params.e4m3_latent = is_fp8_latent(call);
+  params.values_include_rope = call.values_include_rope;
+  params.shape.head_dim_v = static_cast<int>(value_columns_of(call));
   params.scales = {.q = scale_view(call.q_descale, head_dim_of(call)),
                    .k = scale_view(call.k_descale, head_dim_of(call)),
                    .v = scale_view(call.v_descale, head_dim_v_of(call))};
@@ -293,12 +295,13 @@ ScaleView scale_view(const at::Tensor& scale, std::int64_t columns, bool is_writ
   if (!scale.defined()) return {};
   const int heads = std::min<int>(scale.dim() - 1, 2);
   const bool per_token = is_per_token(scale);
-  ScaleView view{
-      .data = is_written ? scale.mutable_data_ptr<float>() : const_cast<float*>(float_data(scale)),
-      .per_token = per_token,
-      .batch_stride = heads == 0 ? 0 : stride_of(scale, 0),
-      .row_stride = per_token ? stride_of(scale, 1) : 0,
-      .head_stride = stride_of(scale, heads)};
+  ScaleView view{.data = static_cast<float*>(is_written ? scale.mutable_data_ptr()
+                                                        : const_cast<void*>(data_of(scale))),
+                 .per_token = per_token,
+                 .is_e8m0 = scale.scalar_type() == at::kFloat8_e8m0fnu,
+                 .batch_stride = heads == 0 ? 0 : stride_of(scale, 0),
+                 .row_stride = per_token ? stride_of(scale, 1) : 0,
+                 .head_stride = stride_of(scale, heads)};
   if (scale.dim() == 4) {
     const auto group = static_cast<std::uint64_t>(columns / scale.size(3));
     view.group_shift = static_cast<std::int8_t>(std::countr_zero(group));

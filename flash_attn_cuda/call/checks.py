@@ -30,7 +30,7 @@ from .fields import (
 )
 from .interpret import check_holds, check_in_range, check_rules, first_broken, layout_of
 from .rounding import is_known
-from .tensors import E4M3
+from .tensors import E4M3, E8M0
 
 
 def names_of(call: AttentionCall) -> Names:
@@ -108,14 +108,15 @@ def _check_arrays(call: AttentionCall, names: Names) -> None:
         "Hq": call.q.shape[-2],
         "Hk": call.k.shape[-2],
     }
-    dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32}
+    dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32, "e8m0": E8M0}
     dtypes |= {"q": call.q.dtype, "lse": call.lse_dtype()}
     dtypes["new"] = E4M3 if call.appends_fp8() else call.q.dtype
     for name, shapes, dtype in ARRAYS:
         array: Any = getattr(call, name)
         if array is not None:
             known = getattr(names, name, name)
-            tensors.check_place(known, array, dtypes[dtype], call.q, names.q)
+            allowed = tuple([dtypes[each] for each in dtype.split(" or ")])
+            tensors.check_place(known, array, allowed, call.q, names.q)
             if shapes != (("...",),):
                 tensors.check_shapes(known, array, _in_numbers(shapes, sizes, call, array))
 
@@ -169,9 +170,7 @@ def check_out(call: AttentionCall) -> None:
     """Raise unless the results of a call of tensors can be written into its out."""
     out: Any = call.out
     tensors.refuse_gradients("as results are written into it", out=out)
-    tensors.check_like(
-        "out", out, tensors.output_shape(call.q, call.v), call.result_dtype(), call.q
-    )
+    tensors.check_like("out", out, call.out_shape(), call.result_dtype(), call.q)
     if out.shape[-1] > 1:
         tensors.check_contiguous_rows("out", out)
     tensors.check_may_be_written("out", out)
@@ -230,7 +229,7 @@ def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
 
 def _check_likenesses(described: Any, declared: dict[str, Argument], call: AttentionCall) -> None:
     """Arrays whose shape and dtype are those of something in the call or its results."""
-    shapes = {"out": tensors.output_shape(call.q, call.v), "lse": call.lse_shape()}
+    shapes = {"out": call.out_shape(), "lse": call.lse_shape()}
     dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
     dtypes["int8"] = torch.int8
     for name, said in declared.items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .tensors import E4M3, as_number, check_no_gradient, lse_dtype, output_shape, round_up_seqlen
+from .tensors import E4M3, E8M0, as_number, check_no_gradient, lse_dtype, round_up_seqlen
 from .window import UNLIMITED, WindowSize, window_bounds
 
 
@@ -31,8 +31,8 @@ class Argument(NamedTuple):
     shape: of an array that is checked by it alone: B sequences, Hq query heads, Hk key heads,
     tokens of a cache or pages, each with Hk, and of FP8 latent rows groups of a token's columns;
     "|" between those that it may have; "...": any, for rules.py to restrict. Or like what.
-    dtype: of that array, "int32", "int64", "fp32", "lse", softmax_lse's, or "new", that of new
-    keys; or of q or the results.
+    dtype: of that array, "int32", "int64", "fp32", "e8m0", "lse", softmax_lse's, or "new", that of
+    new keys; or of q or the results; with "or" between those that it may have.
     is_strided: kernels read that array by its strides, not as a plain one.
     is_needed: it must not be None.
     is_in_lse: a backward reads it for its own gradient alone, as softmax_lse has the rest of it.
@@ -154,6 +154,8 @@ class AttentionCall:
     key_lists: Tensor | None = argument(None, shape="...", part="cache", is_strided=True)
     # keys that an entry stands for, from its multiple on
     key_list_block: int = argument(1, at_least=1, part="cache")
+    # where v alone is of e4m3: k's columns are values too, behind v's
+    values_include_rope: bool = argument(False, part="cache")
     # instead of seqused_k, of every sequence of a cache
     seqlen_k: int | None = argument(None, part="cache")
     # (B, Snew, Hk, D), or with bounds (total, Hk, D): appended to the cache
@@ -169,7 +171,8 @@ class AttentionCall:
     rotary_sin: Tensor | None = argument(None, shape="...", dtype="q", part="append")
     rotary_interleaved: bool = argument(True, part="append")
     # What k and v of e4m3, and q before it was converted, are times. None: 1. v alone may be of
-    # e4m3 beside a qv; then a token's columns may have several scales, one for as many each.
+    # e4m3 beside a qv; then a token's columns may have several scales, one for as many each, which
+    # may be of e8m0.
     q_descale: Tensor | None = argument(
         None, shape="(Hk,) | (B, Hk)", dtype="fp32", is_strided=True, part="cache"
     )
@@ -177,7 +180,11 @@ class AttentionCall:
         None, shape="(Hk,) | (B, Hk) | tokens", dtype="fp32", is_strided=True, part="cache"
     )
     v_descale: Tensor | None = argument(
-        None, shape="(Hk,) | (B, Hk) | tokens | groups", dtype="fp32", is_strided=True, part="cache"
+        None,
+        shape="(Hk,) | (B, Hk) | tokens | groups",
+        dtype="fp32 or e8m0",
+        is_strided=True,
+        part="cache",
     )
     # scales of new keys and values are made of them, and written into k_descale and v_descale
     quantizes_tokens: bool = argument(False, part="append")
@@ -215,6 +222,10 @@ class AttentionCall:
     def has_fp8_values(self) -> bool:
         """Whether v is of e4m3, with k or alone."""
         return self.v.dtype == E4M3
+
+    def has_e8m0_scales(self) -> bool:
+        """Whether scales of v are bytes that stand for powers of two."""
+        return self.v_descale is not None and self.v_descale.dtype == E8M0
 
     def appends_fp8(self) -> bool:
         """Whether new keys are numbers of a cache of e4m3 already."""
@@ -300,6 +311,10 @@ class AttentionCall:
     def head_dim_v(self) -> int:
         return self.v.shape[-1]
 
+    def value_columns(self) -> int:
+        """Those of out."""
+        return self.v.shape[-1] + (self.k.shape[-1] if self.values_include_rope else 0)
+
     def entries(self) -> int:
         """Sequences that k, neither packed nor pages, has keys of."""
         return self.k.shape[0]
@@ -311,6 +326,9 @@ class AttentionCall:
     def scale(self) -> float:
         given = self.softmax_scale
         return default_softmax_scale(self.q.shape[-1]) if given is None else given
+
+    def out_shape(self) -> tuple[int, ...]:
+        return *self.q.shape[:-1], self.value_columns()
 
     def lse_shape(self) -> tuple[int, ...]:
         if self.is_packed():
@@ -438,7 +456,7 @@ class Tangents:
 class Results(NamedTuple):
     """Of a forward, in the order in which operators and the extension return them."""
 
-    out: Tensor  # as q, of v's head dim
+    out: Tensor  # as q, of the columns of values
     softmax_lse: Tensor  # (B, Hq, Sq), packed (Hq, total_q), natural logarithm
     # probabilities before dropout, negative where dropped; None or empty where not wanted
     S_dmask: Tensor | None
@@ -449,7 +467,7 @@ class Results(NamedTuple):
 
 def forms_of_results(call: AttentionCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each as operators return it: (0,) for what is not wanted."""
-    out = output_shape(call.q, call.v)
+    out = call.out_shape()
     return {
         "out": (out, call.result_dtype()),
         "softmax_lse": (call.lse_shape(), call.lse_dtype()),

@@ -19,6 +19,7 @@ from .tensors import (
     CPU_DTYPES,
     CUDA_DTYPES,
     E4M3,
+    E8M0,
     as_number,
     check_dtype,
     check_tensor,
@@ -27,6 +28,7 @@ from .tensors import (
 )
 
 MAX_E4M3 = 448.0
+LEAST_POWER = 2.0**-13  # of scales of e8m0, as FlashMLA makes them
 TOKEN = "token"
 _MODES = (TOKEN, "head")
 
@@ -82,6 +84,7 @@ def quantize_kv(k: Tensor, v: Tensor, mode: str = TOKEN) -> tuple[Tensor, Tensor
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale, rounded to the nearest even and saturated; 0 where the scale is 0."""
     wide = x if x.dtype == torch.float64 else x.float()
+    scale = scale.float()
     # torch's own conversion makes NaN of what is too large.
     quotient = (wide / scale).masked_fill(scale == 0.0, 0.0).clamp(-MAX_E4M3, MAX_E4M3)
     if quotient.dtype == torch.float64:  # which torch rounds to fp32 before it rounds to e4m3
@@ -91,9 +94,12 @@ def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return quotient.to(E4M3)
 
 
-def token_scales(x: Tensor) -> Tensor:
-    """fp32 scales of x's rows, of its shape without the last dimension."""
-    return _scales_of(_finite_magnitudes(x).amax(-1))
+def token_scales(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Scales of x's rows, of its shape without the last dimension: fp32, or of e8m0 the next power
+    of two.
+    """
+    largest = _finite_magnitudes(x).amax(-1)
+    return _powers_of(largest) if dtype == E8M0 else _scales_of(largest)
 
 
 def _head_scales(x: Tensor) -> Tensor:
@@ -108,9 +114,19 @@ def _finite_magnitudes(x: Tensor) -> Tensor:
 
 
 def _scales_of(largest: Tensor) -> Tensor:
-    # By a tensor: by a number, torch multiplies with its reciprocal on CUDA, which rounds twice.
-    scale = largest.float() / torch.full_like(largest, MAX_E4M3, dtype=torch.float32)
+    scale = _quotient(largest)
     return scale.masked_fill(scale == 0.0, 1.0)
+
+
+def _powers_of(largest: Tensor) -> Tensor:
+    """The same of e8m0: the next powers of two, from the least on."""
+    bits = _quotient(largest).clamp(min=LEAST_POWER).view(torch.int32)
+    return ((bits + 0x7FFFFF) >> 23).to(torch.uint8).view(E8M0)
+
+
+def _quotient(largest: Tensor) -> Tensor:
+    # By a tensor: by a number, torch multiplies with its reciprocal on CUDA, which rounds twice.
+    return largest.float() / torch.full_like(largest, MAX_E4M3, dtype=torch.float32)
 
 
 def add_scales(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 E4M3 = "torch.float8_e4m3fn"
+E8M0 = "torch.float8_e8m0fnu"
 MAX_HEAD_DIM = 512
 MAX_ROWS_WITH_ORIGIN = 2**28
 FP8_MULTIPLE = 16  # of the head dims of e4m3
@@ -127,6 +128,11 @@ OF_CALL = (
         f"where {{k_new}} is of {E4M3}",
         absent=("quantizes_tokens",),
         refused=_ROTARY,
+    ),
+    Rules(
+        "not is_fp8_latent",
+        f"where {{v}} alone is not of {E4M3}",
+        absent=("values_include_rope",),
     ),
     Rules("v_new", "with {v_new}", given=("k_new",)),
     Rules("k_new", "with {k_new}", given=("v_new", "has_cache_seqlens")),
@@ -245,6 +251,9 @@ OF_E4M3 = (
          "is_fp8_latent"),
     Must("v", lambda call: call.head_dim_v() % FP8_MULTIPLE == 0,
          f"{_HEAD_DIM_V} {_MULTIPLE} {{head_dim_v}}"),
+    Must("v", lambda call: call.value_columns() <= MAX_HEAD_DIM,
+         f"{_HEAD_DIM_V} and that of {{k}}, which values_include_rope adds, must be at most "
+         f"{MAX_HEAD_DIM} together, got {{value_columns}}", "values_include_rope"),
 )  # fmt: skip
 # Of what kernels read without a cache; the public functions pad.
 OF_CUDA = (
@@ -316,6 +325,9 @@ OF_ARRAYS = (
          and MAX_HEAD_DIM * call.v_descale.shape[3] % call.head_dim_v() == 0),
          "last dimension must divide the columns of {v} ({head_dim_v}) into groups of 64, 128, 256 "
          "or 512, got {v_descale.shape}", "is_fp8_latent"),
+    Must("v_descale", lambda call: call.v_descale.dim() == 4,
+         f"must have a scale for each group of a token's columns where it is of {E8M0}, got "
+         "{v_descale.shape}", "has_e8m0_scales"),
     Must("origin", lambda call:
          call.q.shape[0] <= MAX_ROWS_WITH_ORIGIN and call.k.shape[0] <= MAX_ROWS_WITH_ORIGIN,
          f"must be None for more than {MAX_ROWS_WITH_ORIGIN} rows, got q of {{q.shape}} and k of "

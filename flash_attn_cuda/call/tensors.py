@@ -26,6 +26,7 @@ MAX_INT64 = 2**63 - 1
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 E4M3 = torch.float8_e4m3fn
+E8M0 = torch.float8_e8m0fnu  # powers of two
 NO_BACKWARD = "has no backward (torch.no_grad() says that none is wanted)"
 
 
@@ -37,11 +38,6 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def round_up_seqlen(seqlen: int) -> int:
     """Rows per head of softmax_d where it is not packed: a multiple of 128."""
     return (seqlen + 127) // 128 * 128
-
-
-def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    """The shape of out: that of q, with the head dim of v."""
-    return *q.shape[:-1], v.shape[-1]
 
 
 def check_contiguous_rows(name: str, x: Tensor) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..call.fields import AttentionCall, Gradients, Incoming, Results, Tangents
 from ..call.rounding import is_known, rounded, unrounded
-from ..call.tensors import output_shape
 from .dense import attention_backward, attention_forward, probabilities
 from .second_order import attention_hvp, attention_jvp, hvp_of_sink
 from .sequences import Sequence, append, of_entry, sequences_of
@@ -26,7 +25,7 @@ def forward_on_cpu(
     call, q = replace(call, rng_state=rng_state), call.q
     keeps = call.returns_rounding()
     dtype = call.lse_dtype() if keeps else call.result_dtype()
-    out = q.new_zeros(output_shape(q, call.v), dtype=dtype)
+    out = q.new_zeros(call.out_shape(), dtype=dtype)
     softmax_lse = q.new_full(call.lse_shape(), -math.inf, dtype=call.lse_dtype())
     s_dmask = q.new_zeros(call.s_dmask_shape())
     with torch.autocast("cpu", enabled=False):

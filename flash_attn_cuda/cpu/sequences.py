@@ -59,7 +59,10 @@ def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
             q = _times_scale(q, call, index)
         k, v = (_rows(call, name, index, keys) for name in "kv")
         if call.qv is not None:  # one product of both
+            rope = k
             q, k = torch.cat([q, call.qv[queries]], -1), torch.cat([k, v], -1)
+            if call.values_include_rope:
+                v = torch.cat([v, rope], -1)
         alone = _alone(call, index, q, k, v)
         found = Sequence(alone, slice(index, index + 1), queries, rows, keys)
         if call.key_lists is None:
@@ -116,7 +119,7 @@ def _scales(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
     """The scales of rows of k or v of e4m3, broadcastable to (1, S, Hk, D)."""
     scales = getattr(call, f"{name}_descale")
     if scales.dim() == 4:  # of groups of columns
-        of_groups: Tensor = scales[keys]
+        of_groups = _picked(scales, keys).to(torch.float32)
         return of_groups.repeat_interleave(call.head_dim_v() // of_groups.shape[-1], -1)
     if scales.dim() == 3:
         return scales[keys][..., None]
@@ -128,18 +131,31 @@ def _rows(call: AttentionCall, name: str, index: int, keys: Index) -> Tensor:
     x: Tensor = getattr(call, name)
     if x.dtype != E4M3:
         return x[keys]
-    rows = x.view(torch.uint8)[keys].view(E4M3)  # torch does not index e4m3
-    return rows.to(call.lse_dtype()) * _scales(call, name, index, keys)
+    return _picked(x, keys).to(call.lse_dtype()) * _scales(call, name, index, keys)
+
+
+def _picked(x: Tensor, keys: Index) -> Tensor:
+    """x[keys], which torch has of no numbers of 8 bits."""
+    return x[keys] if x.itemsize > 1 else x.view(torch.uint8)[keys].view(x.dtype)
+
+
+def _put(x: Tensor, keys: Index, rows: Tensor) -> None:
+    """x[keys] = rows."""
+    if x.itemsize > 1:
+        x[keys] = rows
+    else:
+        x.view(torch.uint8)[keys] = rows.view(torch.uint8)
 
 
 def _store_e4m3(call: AttentionCall, name: str, x: Tensor, index: int, keys: Index) -> None:
     if call.quantizes_tokens:
         scales = getattr(call, f"{name}_descale")
         groups = scales.shape[3:]
-        scales[keys] = token_scales(x.unflatten(-1, (*groups, -1)) if groups else x)
+        of_groups = x.unflatten(-1, (*groups, -1)) if groups else x
+        _put(scales, keys, token_scales(of_groups, scales.dtype))
     if x.dtype != E4M3:
         x = to_e4m3(x, _scales(call, name, index, keys))
-    getattr(call, name).view(torch.uint8)[keys] = x.view(torch.uint8)
+    _put(getattr(call, name), keys, x)
 
 
 def _times_scale(q: Tensor, call: AttentionCall, index: int) -> Tensor:

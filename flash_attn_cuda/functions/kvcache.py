@@ -60,6 +60,7 @@ def flash_attn_with_kvcache(
     quantize: str | None = None,
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
+    values_include_rope: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -123,20 +124,26 @@ def flash_attn_with_kvcache(
             saturated at +-448; NaN stays NaN, and a scale of 0 stores 0. Unused rows may hold
             anything.
         v_descale: the same of v_cache. With a qv also a scale for each group of 64, 128, 256 or 512
-            columns of a token, in a fourth dimension.
+            columns of a token, in a fourth dimension, which may be of float8_e8m0fnu, powers of
+            two.
         q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
             are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
             or bf16, else to bf16, which out, k, v and rotary tables have as well.
         quantize: "token": every new (token, head) of k and v gets a scale of its own, its largest
             finite magnitude over 448, or 1 where that is 0. It is written into k_descale and
             v_descale, which are tensors with a scale for every token. Groups of columns get theirs
-            likewise; keys in 16 bits get none.
+            likewise, of float8_e8m0fnu the next power of two, at least 2^-13; keys in 16 bits get
+            none.
         key_lists: (batch, seqlen_q, heads_k, n), or packed (total_q, heads_k, n), with any strides:
             the keys that the query heads of a key head see, by their positions in the query's
             sequence, from 0 to seqlen_k - 1, in any order; negative for none. Lengths, causal and
             window hide keys of lists as well. A key that stands twice counts twice. A query whose
             list names none has out 0 and softmax_lse -inf, or its sink. For a call with a qv.
         key_list_block: keys that an entry stands for: 1.
+        values_include_rope: the columns of k_cache are values too, behind those of v_cache, as of
+            LatentFormat.DEEPSEEK_V4: out has head_dim_v + head_dim of them, at most 512. For a
+            v_cache alone of float8_e4m3fn: where both are in 16 bits, one cache is k_cache and
+            v_cache, without a qv.
 
     Returns:
         out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
@@ -195,6 +202,8 @@ def flash_attn_with_kvcache(
         call.sink = of_lse_dtype("sink", sink, call.q)
     if qv is not None:
         call.qv = qv
+    if values_include_rope:
+        call.values_include_rope = True
     if key_lists is not None or key_list_block != 1:
         add_lists(call, key_lists, key_list_block)
     if out is not None:

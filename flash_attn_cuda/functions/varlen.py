@@ -68,6 +68,7 @@ def flash_attn_varlen_func(
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
     relative_bias: Tensor | None = None,
+    values_include_rope: bool = False,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -126,6 +127,7 @@ def flash_attn_varlen_func(
         key_list_block: keys that an entry stands for: 1.
         relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
             max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
+        values_include_rope: as in flash_attn_with_kvcache.
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
@@ -183,6 +185,8 @@ def flash_attn_varlen_func(
     if qv is not None:
         call.qv = qv
         refuse_gradients(f"as attention with qv {NO_BACKWARD}", q=q, k=k, v=v, qv=qv, sink=sink)
+    if values_include_rope:
+        call.values_include_rope = True
     if key_lists is not None or key_list_block != 1:
         add_lists(call, key_lists, key_list_block)
     if not keep_rounding:

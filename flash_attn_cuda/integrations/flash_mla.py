@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.latent import V32_ROWS, latent_views
+from ..call.latent import V32_ROWS, LatentFormat, latent_views
 from ..call.tensors import CUDA_DTYPES, check_dtype, check_shapes, check_tensor
 from ..functions.kvcache import flash_attn_with_kvcache
 from .names import refused_names
@@ -42,6 +42,7 @@ __getattr__ = refused_names(
 _NOT_ROTARY = 8  # columns of zeros for queries without rotary ones
 _OURS = {"v_cache": "k_cache", "qv": "q", "key_lists": "indices"}
 _OF_FP8 = " with is_fp8_kvcache"
+_ROWS_OF = {576: V32_ROWS, 512: LatentFormat.DEEPSEEK_V4}  # by the head_dim of queries
 
 
 @dataclass
@@ -83,8 +84,9 @@ def flash_mla_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), of fp16 or bf16.
         k_cache: (num_pages, page_size, heads_k, head_dim), of q's dtype and any page_size, with any
-            strides but that of its columns. With is_fp8_kvcache (num_pages, page_size, heads_k,
-            656), rows of bytes (flash_attn_cuda.latent_views) of uint8, int8 or float8_e4m3fn.
+            strides but that of its columns. With is_fp8_kvcache rows of bytes
+            (flash_attn_cuda.latent_views), of uint8, int8 or float8_e4m3fn: (num_pages, page_size,
+            heads_k, 656) for a head_dim of 576, 584 for one of 512, DeepSeek V4's.
         block_table: (batch, max_pages), int32; not read with indices.
         cache_seqlens: (batch,), int32; not read with indices.
         head_dim_v: up to head_dim: columns that are values.
@@ -103,9 +105,9 @@ def flash_mla_with_kvcache(
 
     Raises:
         As flash_attn_cuda.flash_attn_with_kvcache. ValueError: head_dim_v is not from 1 to
-        head_dim, or with is_fp8_kvcache head dims are not 576 and 512; there are indices, and
-        causal. NotImplementedError: extra_k_cache, extra_indices_in_kvcache or extra_topk_length;
-        attn_sink or topk_length without indices.
+        head_dim, or with is_fp8_kvcache not 512, or head_dim then neither 576 nor 512; there are
+        indices, and causal. NotImplementedError: extra_k_cache, extra_indices_in_kvcache or
+        extra_topk_length; attn_sink or topk_length without indices.
     """
     refuse_given(
         "keys are chosen from one cache",
@@ -127,20 +129,17 @@ def flash_mla_with_kvcache(
             raise ValueError("causal: must be False with indices, got True")
         lists = indices, topk_length, attn_sink
         return _over_pages(q, k_cache, head_dim_v, scale, is_fp8_kvcache, *lists)
-    # Where nothing is rotary, a value is its key.
-    has_rotary = head_dim_v < head_dim
-    queries, keys = (x[..., head_dim_v if has_rotary else 0 :] for x in (q, k_cache))
-    values: Tensor = k_cache[..., :head_dim_v]
-    v_descale = None
     if is_fp8_kvcache:
-        keys, values, v_descale = _views_of(q, k_cache, head_dim_v)
+        given = _of_bytes(q, k_cache, head_dim_v)
+    elif head_dim_v < head_dim:
+        queries, keys = (x[..., head_dim_v:] for x in (q, k_cache))
+        latent = k_cache[..., :head_dim_v]
+        given = {"q": queries, "k_cache": keys, "v_cache": latent, "qv": q[..., :head_dim_v]}
+    else:  # a value is its key
+        given = {"q": q, "k_cache": k_cache, "v_cache": k_cache[..., :head_dim_v]}
     try:
         out, lse = flash_attn_with_kvcache(
-            queries,
-            keys,
-            values,
-            v_descale=v_descale,
-            qv=q[..., :head_dim_v] if has_rotary else None,
+            **given,
             cache_seqlens=cache_seqlens,
             block_table=block_table,
             softmax_scale=scale,
@@ -152,18 +151,26 @@ def flash_mla_with_kvcache(
     return out, _of_flash_mla(lse)
 
 
-def _views_of(q: Tensor, k_cache: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and scales of rows of bytes."""
-    latent, rotary = V32_ROWS.latent_dim, V32_ROWS.rotary_dim
+def _of_bytes(q: Tensor, k_cache: Tensor, head_dim_v: int) -> dict[str, Any]:
+    """Queries, keys and values of a call over rows of bytes."""
     check_dtype("q", q.dtype, CUDA_DTYPES, _OF_FP8)
-    if q.shape[-1] != latent + rotary:
-        raise ValueError(f"q: last dimension must be {latent + rotary}{_OF_FP8}, got {q.shape[-1]}")
-    if head_dim_v != latent:
-        raise ValueError(f"head_dim_v: must be {latent}{_OF_FP8}, got {head_dim_v}")
+    if q.shape[-1] not in _ROWS_OF:
+        raise ValueError(f"q: last dimension must be 576 or 512{_OF_FP8}, got {q.shape[-1]}")
+    if head_dim_v != 512:
+        raise ValueError(f"head_dim_v: must be 512{_OF_FP8}, got {head_dim_v}")
+    rows = _ROWS_OF[q.shape[-1]]
     try:
-        return latent_views(k_cache, dtype=q.dtype)
+        keys, values, v_descale = latent_views(k_cache, rows, q.dtype)
     except REFUSALS as error:
         raise renamed(error, {"cache": "k_cache"}) from error
+    return {
+        "q": q[..., rows.latent_dim :],
+        "k_cache": keys,
+        "v_cache": values,
+        "qv": q[..., : rows.latent_dim],
+        "v_descale": v_descale,
+        "values_include_rope": rows.latent_dim < head_dim_v,
+    }
 
 
 def flash_mla_sparse_fwd(
@@ -228,7 +235,8 @@ def _over_pages(
     check_tensor("indices", indices)
     shape = q.shape[:2]
     check_shapes("indices", indices, [(*shape, indices.shape[-1])])
-    pool, table = _as_one_sequence(k_cache)
+    are_whole = is_fp8 and _ROWS_OF.get(q.shape[-1], V32_ROWS).page_scale_bytes > 0
+    pool, table = _as_one_sequence(k_cache, may_join=not are_whole)
     lists = _lists(indices, k_cache.shape[0] * k_cache.shape[1], topk_length, shape[0])
     lists = lists[:, :, None].flatten(0, 1)
     try:
@@ -265,10 +273,10 @@ def _lists(indices: Tensor, rows: int, topk_length: Any, count: int) -> Tensor:
     return indices.masked_fill(is_none, -1)
 
 
-def _as_one_sequence(pages: Tensor) -> tuple[Tensor, Tensor | None]:
+def _as_one_sequence(pages: Tensor, may_join: bool) -> tuple[Tensor, Tensor | None]:
     """(num_pages, page_size, ...) as one cache entry of all rows, or what lists its pages."""
     count, size = pages.shape[:2]
-    if count <= 1 or size <= 1 or pages.stride(0) == size * pages.stride(1):
+    if may_join and (count <= 1 or size <= 1 or pages.stride(0) == size * pages.stride(1)):
         return pages.flatten(0, 1)[None], None
     return pages, torch.arange(count, dtype=torch.int32, device=pages.device)[None]
 
@@ -285,21 +293,19 @@ def _over_lists(
     """(out, softmax_lse (heads_q, queries)) of queries (queries, heads_q, head_dim) of one
     sequence, each with its lists (queries, heads_k, n).
     """
-    values, v_descale = keys[..., :head_dim_v], None
+    q = q[None]
     if is_fp8:
-        rotary = q[..., head_dim_v:]
-        of_keys, values, v_descale = _views_of(q, keys, head_dim_v)
-    elif head_dim_v < q.shape[-1]:
-        rotary, of_keys = (x[..., head_dim_v:] for x in (q, keys))
-    else:  # the product of nothing, which takes a few columns
-        rotary = q.new_zeros((*q.shape[:-1], min(_NOT_ROTARY, head_dim_v)))
-        of_keys = keys[..., : rotary.shape[-1]]
+        given = _of_bytes(q, keys, head_dim_v)
+    else:
+        if head_dim_v < q.shape[-1]:
+            rotary, of_keys = (x[..., head_dim_v:] for x in (q, keys))
+        else:  # the product of nothing, which takes a few columns
+            rotary = q.new_zeros((*q.shape[:-1], min(_NOT_ROTARY, head_dim_v)))
+            of_keys = keys[..., : rotary.shape[-1]]
+        given = {"q": rotary, "k_cache": of_keys, "v_cache": keys[..., :head_dim_v]}
+        given["qv"] = q[..., :head_dim_v]
     out, lse = flash_attn_with_kvcache(
-        rotary[None],
-        of_keys,
-        values,
-        v_descale=v_descale,
-        qv=q[None, ..., :head_dim_v],
+        **given,
         block_table=block_table,
         softmax_scale=softmax_scale,
         return_softmax_lse=True,

@@ -37,7 +37,7 @@ def _formula(names: Sequence[str], products: Products) -> Callable[..., int]:
         call = AttentionCall(**{name: given[name] for name in fields})
         of_keys, of_values = products(given)
         of_scores = call.q.shape[-1] + (0 if call.qv is None else call.qv.shape[-1])
-        columns = of_keys * of_scores + of_values * call.v.shape[-1]
+        columns = of_keys * of_scores + of_values * call.value_columns()
         return 2 * call.q.shape[-2] * visible_pairs(call) * columns
 
     return formula

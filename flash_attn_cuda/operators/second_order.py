@@ -28,7 +28,6 @@ from ..call.fields import (
     Tangents,
 )
 from ..call.rounding import is_known
-from ..call.tensors import output_shape
 from ..cpu.calls import hvp_on_cpu, jvp_on_cpu
 from .attention import GRADIENTS, described, empty_gradients, gradients_for_operator
 from .support import Tensors3, call_extension, define, schema_of, without_dispatcher
@@ -84,7 +83,7 @@ def _jvp_on_cuda(call: AttentionCall, incoming: Incoming, tangents: Tangents) ->
 
 
 def _empty_jvp(call: AttentionCall, incoming: Incoming, _tangents: Tangents) -> Tensors3:
-    tout = call.q.new_empty(output_shape(call.q, call.v))
+    tout = call.q.new_empty(call.out_shape())
     tlse = call.q.new_empty(call.lse_shape(), dtype=call.lse_dtype())
     kept = tout.shape if is_known(incoming.out_rounding) else (0,)
     return tout, tlse, tout.new_empty(kept, dtype=torch.int8)

@@ -5,6 +5,7 @@ bits, and values may be latent rows of bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +20,17 @@ from tests.reference.fp8 import (
     Fp8CacheResult,
     fp8_cache_reference,
     from_bytes,
+    from_powers,
     scaled_down,
     to_bytes,
+    to_powers,
+    token_powers,
     token_scales,
 )
 from tests.reference.tolerance import Closeness, assert_close
 
 E4M3 = torch.float8_e4m3fn
+E8M0 = torch.float8_e8m0fnu
 FORMS = ("number", "head", "batch", "token")
 STRIDES = ("plain", "expanded", "strided")
 TOKEN_FORMS = ("token", "group")
@@ -37,7 +42,7 @@ class Fp8Inputs:
 
     cache: KvCacheInputs
     scales: dict[str, Any]  # q_descale, if q is of e4m3, k_descale, if k_cache is, v_descale
-    rows: Tensor | None = None  # that caches and v_descale are views of
+    rows: Tensor | None = None  # that caches and v_descale are views of (Fp8Case.views)
 
     def arguments(self) -> dict[str, Any]:
         return {**self.cache.arguments(), **self.scales}
@@ -47,7 +52,8 @@ class Fp8Inputs:
 class Fp8Case:
     """The forms of scales, and their strides; `powers`: all that are given are powers of two. With
     qv k_form is "none", as keys have no scales, v_form may be "group", a scale for each group of a
-    row's columns, and strides "rows", views of rows of bytes.
+    row's columns, and strides "rows", views of rows of bytes; is_v4: those of DeepSeek V4, whose
+    rotary columns are values.
     """
 
     cache: KvCacheCase
@@ -58,11 +64,12 @@ class Fp8Case:
     quantize: str | None = None
     q_is_fp8: bool = False
     group: int = 128
+    is_v4: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.cache), f"k_{self.k_form}", f"v_{self.v_form}", self.strides]
         parts += ["powers"] * self.powers + ["quantize"] * (self.quantize is not None)
-        return "-".join(parts + ["q_fp8"] * self.q_is_fp8)
+        return "-".join(parts + ["q_fp8"] * self.q_is_fp8 + ["v4"] * self.is_v4)
 
     def make_inputs(self, seed: int = 0) -> Fp8Inputs:
         cache, given = self.cache, self.cache.make_inputs(seed)
@@ -76,7 +83,8 @@ class Fp8Case:
                 continue
             if form in TOKEN_FORMS and self.strides != "expanded" and not self.powers:
                 groups = x if form == "token" else x.unflatten(-1, (-1, self.group))
-                of_rows = token_scales(groups)  # what is stored uses all of e4m3
+                # What is stored uses all of e4m3.
+                of_rows = (token_powers if self.is_v4 else token_scales)(groups)
                 stored[name] = to_bytes(scaled_down(groups, of_rows[..., None])).view(x.shape)
                 made = torch.where(
                     groups[..., 0].isnan(), self._random(groups.shape[:-1], generator), of_rows
@@ -101,6 +109,15 @@ class Fp8Case:
     def row_format(self) -> LatentFormat:
         """With bytes of no part, as rows of bytes have elsewhere."""
         latent, rotary = self.cache.value_dim, self.cache.head_dim
+        if self.is_v4:
+            rows = latent + 2 * rotary
+            return LatentFormat(
+                *(latent, rotary, self.group, E8M0),
+                scale_offset=0,
+                rotary_offset=latent,
+                row_bytes=rows + 8,
+                page_scale_bytes=8,
+            )
         begin = -(-(latent + 4 * (latent // self.group)) // 16) * 16
         end = begin + 2 * rotary
         return LatentFormat(
@@ -111,15 +128,23 @@ class Fp8Case:
         )
 
     def views(self, rows: Tensor) -> dict[str, Tensor]:
-        """Arguments that lie in rows of bytes."""
+        """Arguments that lie in rows of bytes, of V4 in pages that begin at multiples of 16."""
         names = ("k_cache", "v_cache", "v_descale")
+        if self.is_v4:
+            token = (self.cache.num_heads_k, self.row_format.row_bytes)
+            count = rows.shape[1] // (token[0] * token[1])
+            rows = rows[:, : count * token[0] * token[1]].unflatten(1, (count, *token))
         return dict(zip(names, latent_views(rows, self.row_format, self.cache.dtype), strict=True))
 
     def _in_rows(self, inputs: Fp8Inputs) -> Fp8Inputs:
         given = inputs.arguments()
         shape = (*given["k_cache"].shape[:-1], self.row_format.row_bytes)
+        if self.is_v4:
+            shape = (shape[0], -(-math.prod(shape[1:]) // 16) * 16)
         rows = torch.full(shape, 0xFF, dtype=torch.uint8, device=self.cache.device)
         views = self.views(rows)
+        if self.is_v4:
+            given["v_descale"] = to_powers(given["v_descale"]).view(E8M0)
         for name, view in views.items():
             view.copy_(given[name])
         scales = {"v_descale": views.pop("v_descale")}
@@ -135,7 +160,7 @@ class Fp8Case:
     def _random(self, shape: Any, generator: torch.Generator) -> Tensor:
         """Around 1 / 64."""
         device = self.cache.device
-        if self.powers:
+        if self.powers or self.is_v4:
             exponents = torch.randint(-7, -4, tuple(shape), device=device, generator=generator)
             return torch.exp2(exponents.float())
         x = torch.rand(tuple(shape), device=device, generator=generator)
@@ -224,6 +249,7 @@ def attend(case: Fp8Case, inputs: Fp8Inputs, **changes: Any) -> tuple[AttentionR
             "rotary_interleaved": case.cache.rotary_interleaved,
             "return_softmax_lse": True,
             "quantize": case.quantize,
+            "values_include_rope": case.is_v4,
             **changes,
         }
     )
@@ -249,6 +275,7 @@ def reference_of(case: Fp8Case, inputs: Fp8Inputs, **changes: Any) -> Fp8CacheRe
     return fp8_cache_reference(
         **arguments,
         quantize=case.quantize,
+        values_include_rope=case.is_v4,
         rotary_interleaved=case.cache.rotary_interleaved,
         options=options,
         sink=sink,
@@ -277,6 +304,8 @@ def assert_fp8_close(
         torch.full((heads,), x, device=actual.out.device) if isinstance(x, float) else x
         for x in found[2:]
     ]
+    if case.is_v4:
+        scales[1] = from_powers(scales[1].view(torch.uint8))
     wanted = (expected.k_cache, expected.v_cache)
     wanted_scales = (expected.k_descale, expected.v_descale)
     for name, cache, y, scale, z in zip(

@@ -35,6 +35,8 @@ LATENT_FORMS: dict[str, dict[str, Any]] = {
         ("number", "number", "plain"),
     )
 }
+V4_ROWS = "rows of DeepSeek V4"
+LATENT_FORMS[V4_ROWS] = {**LATENT_FORMS["rows"], "is_v4": True}
 
 
 def skip_without_fp8_row(case: Fp8Case) -> None:

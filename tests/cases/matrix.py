@@ -15,7 +15,7 @@ import torch
 
 from tests.cases.attention import AttentionCase, KvCacheCase, VarlenCase
 from tests.cases.fp8_cache import Fp8Case, check_fp8
-from tests.cases.fp8_harness import FORMS, LATENT_FORMS, skip_without_fp8_row
+from tests.cases.fp8_harness import FORMS, LATENT_FORMS, V4_ROWS, skip_without_fp8_row
 from tests.cases.harness import DEVICE, ON_CPU, Check, check_cache, skip_without_row
 from tests.cases.masked import MaskedCase, MaskedInputs
 from tests.cases.masked_harness import check_masked, skip_without_masked_row
@@ -96,7 +96,7 @@ def _over_cache(fields: dict[str, Any]) -> KvCacheCase | Fp8Case:
     if not fp8:
         return case
     form = fp8.pop("form", "token")
-    if fp8.get("quantize") is not None:
+    if fp8.get("quantize") is not None and form != V4_ROWS:
         form = "rows" if case.has_qv else "token"
     return Fp8Case(case, **(LATENT_FORMS if case.has_qv else FORMS)[form] | fp8)
 

@@ -27,7 +27,7 @@ from tests.surfaces.public_names import FLASH_ATTENTION_2_INTERFACE
 
 MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None, attention_chunk=0"
 ROUNDING = "keep_rounding=True"
-LISTS = "key_lists=None, key_list_block=1"
+LISTS = "key_lists=None, key_list_block=1, values_include_rope=False"
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 # What this package's functions have behind FlashAttention-2's parameters.
 OWN = {

@@ -28,13 +28,13 @@ from tests.cases.fp8_cache import (
     check_fp8,
     dequantized,
 )
-from tests.cases.fp8_harness import LATENT_FORMS
+from tests.cases.fp8_harness import LATENT_FORMS, V4_ROWS
 from tests.cases.harness import assert_same_bits, attend_over_cache, bits
 from tests.cases.kvcache import CACHE_AXES, KvCacheCase, cache_case
 from tests.cases.latent import check_packed, joined, split, with_poisoned_table
 from tests.cases.pairwise import pairwise
 from tests.cases.varlen import VarlenCase
-from tests.reference.fp8 import scaled_down, to_bytes, token_scales
+from tests.reference.fp8 import scaled_down, to_bytes, to_powers, token_powers, token_scales
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,6 +146,12 @@ def test_under_autocast_and_vmap() -> None:
 
 # -- rows of FP8 -----------------------------------------------------------------------------------
 
+SMALL_ROWS = LatentFormat(128, 8, 64, scale_offset=128, rotary_offset=144, row_bytes=176)
+SMALL_V4_ROWS = LatentFormat(
+    *(128, 8, 64, torch.float8_e8m0fnu),
+    scale_offset=0, rotary_offset=128, row_bytes=152, page_scale_bytes=8,
+)  # fmt: skip
+EVERY_ROWS = pytest.mark.parametrize("rows", [SMALL_ROWS, SMALL_V4_ROWS])
 FP8_AXES: dict[str, list[Any]] = {
     **{name: values for name, values in CACHE_AXES.items() if name != "features"},
     "features": [{}, {"softcap": 2.0}],
@@ -153,15 +159,24 @@ FP8_AXES: dict[str, list[Any]] = {
     "head_dims": [(16, 128), (24, 64), (32, 256)],
     "group": [64, 128],
     "quantize": [False, True],
+    "keys_per_list": [None, 7],
 }
 
 
-def fp8_case(form: str, head_dims: tuple[int, int], group: int, quantize: bool, **row: Any) -> Any:
+def fp8_case(
+    form: str,
+    head_dims: tuple[int, int],
+    group: int,
+    quantize: bool,
+    keys_per_list: int | None = None,
+    **row: Any,
+) -> Any:
     cache = cache_case(
         **row | {"rotary": row["rotary"] if "append" in row["queries"] else "none"},
         head_dim=head_dims[0], head_dim_v=head_dims[1],
     )  # fmt: skip
     of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": 0.2}
+    of_latent["keys_per_list"] = keys_per_list
     # Rotary columns of rows of bytes are in 16 bits.
     dtype = torch.bfloat16 if LATENT_FORMS[form]["strides"] == "rows" else torch.float64
     case = Fp8Case(replace(cache, dtype=dtype, **of_latent), **LATENT_FORMS[form])
@@ -177,7 +192,7 @@ def test_rows_of_fp8(row: dict[str, Any]) -> None:
     check_fp8(fp8_case(**row))
 
 
-@pytest.mark.parametrize("form", ["rows", "batch"])
+@pytest.mark.parametrize("form", ["rows", "batch", V4_ROWS])
 def test_chunks_of_rows_of_fp8(form: str) -> None:
     """Behind an append. A chunk of all keys hides none."""
     base: dict[str, Any] = {"head_dims": (16, 128), "group": 64, "quantize": True}
@@ -198,14 +213,16 @@ def test_packed_values_of_fp8() -> None:
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_packed_queries_over_rows_of_fp8() -> None:
+@EVERY_ROWS
+def test_packed_queries_over_rows_of_fp8(rows: LatentFormat) -> None:
     """flash_attn_varlen_func over pages: as flash_attn_with_kvcache."""
     views = dict(
-        zip(("k", "v", "v_descale"), latent_views(some_rows(5, 4), SMALL_ROWS), strict=True)
+        zip(("k", "v", "v_descale"), latent_views(some_rows(5, 4, of=rows), rows), strict=True)
     )
     q, qv, lengths = normal(6, 4, 8), normal(6, 4, 128), {"cu_seqlens_q": CU}
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
     options: dict[str, Any] = {"softmax_scale": 0.2, "causal": True, "qv": qv, "block_table": table}
+    options["values_include_rope"] = rows.page_scale_bytes > 0
     found = flash_attn_varlen_func(
         q, **views, **lengths, cu_seqlens_k=None, max_seqlen_q=4, max_seqlen_k=5, seqused_k=USED,
         **options,
@@ -217,11 +234,8 @@ def test_packed_queries_over_rows_of_fp8() -> None:
     )
 
 
-SMALL_ROWS = LatentFormat(128, 8, 64, scale_offset=128, rotary_offset=144, row_bytes=176)
-
-
-def some_rows(*shape: int) -> Tensor:
-    return quantize_latent(normal(*shape, 128), normal(*shape, 8), SMALL_ROWS)
+def some_rows(*shape: int, of: LatentFormat = SMALL_ROWS) -> Tensor:
+    return quantize_latent(normal(*shape, 128), normal(*shape, 8), of)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -239,6 +253,23 @@ def test_quantize_latent(dtype: torch.dtype) -> None:
     assert torch.equal(rows[..., 528:], rotary.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_quantize_latent_as_flash_mla_does(dtype: torch.dtype) -> None:
+    """Its tests/quant.py: scales are powers of two, from 2^-13 on, behind the rows of a page."""
+    latent = torch.randn(3, 4, 7, 64) * torch.tensor([1e-3, 1.0, 30.0, 448.0])[:, None, None]
+    latent[0, 0, :3] = torch.tensor([0.0, 448.0 * 2.0**-9, 450.0 * 2.0**-9])[:, None]
+    latent, rotary = latent.to(dtype), normal(3, 4, 64)
+    pages = quantize_latent(latent.flatten(-2), rotary, LatentFormat.DEEPSEEK_V4)
+    assert pages.shape == (3, 4, 584)
+    rows, scales = pages.flatten(1).split([4 * 576, 4 * 8], 1)
+    rows, scales = rows.view(3, 4, 576), scales.view(3, 4, 8)
+    scale = token_powers(latent)
+    assert scale[0, 0, :3].tolist() == [2.0**-13, 2.0**-9, 2.0**-8]
+    assert torch.equal(scales[..., :7], to_powers(scale)) and not scales[..., 7].any()
+    assert torch.equal(rows[..., :448], to_bytes(scaled_down(latent, scale[..., None])).flatten(-2))
+    assert torch.equal(rows[..., 448:], rotary.view(torch.uint8))
+
+
 @pytest.mark.parametrize("as_bytes", [torch.uint8, torch.int8, E4M3], ids=str)
 def test_latent_views(as_bytes: torch.dtype) -> None:
     """Nothing is copied; bytes of no part stay 0."""
@@ -252,8 +283,22 @@ def test_latent_views(as_bytes: torch.dtype) -> None:
     assert latent_views(rows, SMALL_ROWS, torch.float16)[0].dtype == torch.float16
 
 
+def test_views_of_pages_with_scales_behind() -> None:
+    """Of several heads; pages lie apart, and what is odd of them is seen."""
+    room = some_rows(3, 10, of=SMALL_V4_ROWS).flatten(1)[:, : 8 * 152]
+    pages = room.unflatten(1, (4, 2, 152))
+    k, v, scale = latent_views(pages, SMALL_V4_ROWS)
+    assert k.shape == (3, 4, 2, 8) and v.shape == (3, 4, 2, 128) and scale.shape == (3, 4, 2, 2)
+    begins = [x.data_ptr() - pages.data_ptr() for x in (v, k, scale)]
+    assert begins == [0, 128, 8 * 144]
+    assert v.stride() == (1520, 288, 144, 1) and scale.stride() == (1520, 16, 8, 1)
+    for apart in (pages[:, :, :1], pages[:, ::2]):
+        with pytest.raises(ValueError, match=r"^cache: pages must be contiguous, as scales lie"):
+            latent_views(apart, SMALL_V4_ROWS)
+
+
 ROW = normal(2, 3, 512), normal(2, 3, 64)
-OF_E8M0 = replace(LatentFormat(), scale_dtype=torch.uint8)
+OF_BYTES = replace(LatentFormat(), scale_dtype=torch.uint8)
 # What is called, the exception, and its first words.
 BAD_ROWS: tuple[tuple[Any, tuple[Any, ...], type[Exception], str], ...] = (
     (quantize_latent, (ROW[0].int(), ROW[1]), TypeError, "latent: dtype must be one of"),
@@ -262,8 +307,8 @@ BAD_ROWS: tuple[tuple[Any, tuple[Any, ...], type[Exception], str], ...] = (
      r"latent: last dimension must be 512, got \(2, 3, 64\)"),
     (quantize_latent, (ROW[0], ROW[1][:1]), ValueError,
      r"rotary: must have shape \(2, 3, 64\), got \(1, 3, 64\)"),
-    (quantize_latent, (*ROW, OF_E8M0), NotImplementedError,
-     "row_format: scale_dtype must be torch.float32, got torch.uint8"),
+    (quantize_latent, (*ROW, OF_BYTES), NotImplementedError,
+     "row_format: scale_dtype must be torch.float32 or torch.float8_e8m0fnu, got torch.uint8"),
     (quantize_latent, (ROW[0].clone().requires_grad_(), ROW[1]), NotImplementedError,
      "latent: must not require grad"),
     (latent_views, (normal(2, 3, 656),), TypeError, "cache: dtype must be one of uint8"),
@@ -280,23 +325,29 @@ def test_bad_rows_of_fp8() -> None:
             function(*given)
 
 
-def test_an_append_makes_the_rows_of_quantize_latent() -> None:
+@EVERY_ROWS
+def test_an_append_makes_the_rows_of_quantize_latent(rows: LatentFormat) -> None:
     """Under a compiler too, where the views are made in what it compiles."""
-    rows, new = some_rows(2, 9), (normal(2, 3, 128), normal(2, 3, 8))
+    of_rows, is_v4 = rows, rows.page_scale_bytes > 0
+    cache, new = some_rows(2, 9, of=of_rows), (normal(2, 3, 128), normal(2, 3, 8))
     q, qv = normal(2, 1, 4, 8), normal(2, 1, 4, 128)
 
-    def step(rows: Tensor) -> Tensor:
-        k, v, scale = latent_views(rows, SMALL_ROWS)
+    def step(cache: Tensor) -> Tensor:
+        k, v, scale = latent_views(cache, of_rows)
         latent, rotary = (x[:, :, None] for x in new)
         return flash_attn_with_kvcache(
             q, k, v, rotary, latent, cache_seqlens=USED, qv=qv, v_descale=scale, quantize="token",
-            softmax_scale=0.2,
+            softmax_scale=0.2, values_include_rope=is_v4,
         )  # fmt: skip
 
-    expected = rows.clone()
+    expected = cache.clone()
+    parts = latent_views(expected, of_rows)
+    made = latent_views(quantize_latent(*new, of_rows), of_rows)
     for index, used in enumerate(USED.tolist()):
-        expected[index, used : used + 3] = quantize_latent(*(x[index] for x in new), SMALL_ROWS)
-    written, compiled = rows.clone(), rows.clone()
+        for part, of_new in zip(parts, made, strict=True):
+            at = index, slice(used, used + 3)
+            part.view(torch.uint8)[at] = of_new[index].view(torch.uint8)
+    written, compiled = cache.clone(), cache.clone()
     out = step(written)
     assert torch.equal(written, expected)
     with torch.no_grad():

@@ -27,7 +27,7 @@ from flash_attn_cuda.call.interpret import check_holds, check_rules
 from flash_attn_cuda.installed import build_info
 
 EXTENSION: Any = build_info.extension
-E4M3 = torch.float8_e4m3fn
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 OF_E4M3, NOT_OF_E4M3 = f"is of {E4M3}", f"is not of {E4M3}"
 # Field: how errors call it, what breaks a rule against it, what it must be instead, what it is said
 # to be. Others are tensors.
@@ -38,6 +38,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "quantizes_tokens": ("quantize", True, "None", "'token'"),
     "bias_by_distance": ("bias_by_distance", True, "False", "True"),
     "fp32_results": ("fp32_results", True, "False", "True"),
+    "values_include_rope": ("values_include_rope", True, "False", "True"),
     "deterministic": ("deterministic", True, "False", "True"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin"
@@ -94,6 +95,7 @@ CALLS: dict[str, Described] = {
     "is_fp8": fp8(PACKED),
     "not is_fp8": CACHE,
     "is_fp8_latent": FP8_LATENT,
+    "not is_fp8_latent": CACHE,
     "not has_fp8_values": CACHE,
     "appends_fp8": fp8(CACHE) | {x: y.to(E4M3) for x, y in APPENDS.items()},
     "v_new": CACHE | {"v_new": APPENDS["v_new"]},
@@ -133,6 +135,7 @@ ABSENT = (
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
     ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
      "v_descale quantizes_tokens"),
+    ("not is_fp8_latent", ValueError, f"where v_cache alone {NOT_OF_E4M3}", "values_include_rope"),
     ("appends_fp8", ValueError, f"where k {OF_E4M3}", "quantizes_tokens"),
     ("appends_fp8", NotImplementedError, f"where k {OF_E4M3}", ROTARY),
     ("not k_new", ValueError, "without k", f"cu_seqlens_k_new {ROTARY} quantizes_tokens"),
@@ -152,6 +155,7 @@ GIVEN = (
 )  # fmt: skip
 QUANTIZES = fp8(CACHE) | APPENDS | {"quantizes_tokens": True}
 QUANTIZES |= {f"{x}_descale": torch.ones(2, 10, 2) for x in "kv"}
+ROPE: Described = {"values_include_rope": True}
 ONE_SCALE, EXPANDED = torch.ones(2, 10, 2), torch.ones(2, 10, 1).expand(2, 10, 2)
 A_SCALE = "must have a scale for every token of k_cache, shape (2, 10, 2), where quantize writes it"
 NOT_EXPANDED = "must not be expanded where quantize writes it, got strides (10, 1, 0)"
@@ -196,6 +200,9 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
          f"{E4M3}, got 20"),
         (fp8(CACHE), {"v": zeros(2, 10, 2, 8, dtype=E4M3)},
          f"v_cache: last dimension (head_dim_v) must be a multiple of 16 of {E4M3}, got 8"),
+        (FP8_LATENT, {"q": zeros(2, 3, 4, 264), "k": zeros(2, 10, 2, 264), **ROPE},
+         "v_cache: last dimension (head_dim_v) and that of k_cache, which values_include_rope "
+         "adds, must be at most 512 together, got 520"),
     ),
     "OF_BATCH": (
         (ONE_LENGTH, {"max_seqlen_q": 5},
@@ -229,6 +236,9 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (FP8_LATENT, {"v_descale": torch.ones(2, 10, 2, 8)},
          "v_descale: last dimension must divide the columns of v_cache (256) into groups of 64, "
          "128, 256 or 512, got (2, 10, 2, 8)"),
+        (FP8_LATENT, {"v_descale": torch.ones(2, 10, 2).to(E8M0)},
+         f"v_descale: must have a scale for each group of a token's columns where it is of {E8M0}, "
+         "got (2, 10, 2)"),
         (PACKED, {"origin": integers(2, 4), "q": zeros(1, 4, 16).expand(2**28 + 1, 4, 16)},
          "origin: must be None for more than 268435456 rows, got q of (268435457, 4, 16) and k of "
          "(20, 2, 16)"),

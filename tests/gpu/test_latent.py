@@ -12,7 +12,7 @@ import torch
 
 from flash_attn_cuda import flash_attn_with_kvcache
 from tests.cases.fp8_cache import Fp8Case, attend
-from tests.cases.fp8_harness import LATENT_FORMS
+from tests.cases.fp8_harness import LATENT_FORMS, V4_ROWS
 from tests.cases.harness import (
     DEVICE,
     Check,
@@ -129,7 +129,8 @@ SHAPES: dict[str, list[Call]] = {
 }  # fmt: skip
 
 
-EVERY_FORM = [*LATENT_FORMS]
+EVERY_FORM = [name for name in LATENT_FORMS if name != V4_ROWS]
+V4: dict[str, Any] = LATENT | {"form": V4_ROWS, "head_dim_v": 448, "group": 64}
 FP8_SHAPES: dict[str, list[Call]] = {
     "heads": grid(
         **LATENT, form="rows", cached=(LONG, 0, 65, 1), capacity=LONG + 30, page_size=[None, 64],
@@ -152,6 +153,21 @@ FP8_SHAPES: dict[str, list[Call]] = {
             *({"head_dim_v": n, "group": n} for n in (512, 256)),
             *({"head_dim_v": n, "form": "token"} for n in (464, 16)),
         ],
+    ),
+    "DeepSeek V4": grid(
+        **V4, cached=(LONG, 0, 65, 1), capacity=LONG + 30, dtype=DTYPES, num_heads_q=[8, 17, 128],
+        page_size=[None, 1, 64], causal=BOTH,
+        of=[*FEW[1:4:2], {"keys_per_list": 70}],
+    ),
+    "other columns as DeepSeek V4's": grid(
+        **V4 | {"head_dim": [64, 24], "head_dim_v": [448, 256, 192], "num_heads_k": 2},
+        cached=(LONG, 64, 3), capacity=LONG, num_heads_q=[8, 34], page_size=[None, 48],
+        seqlens_q=2,
+    ),
+    "an append as DeepSeek V4's": grid(
+        **V4, cached=(100, 0, 63), num_heads_q=16, page_size=[None, 1, 64],
+        quantize=[None, "token"], queries=[(1, 1), (2, 5), ((1, 3, 2), (1, 3, 2))],
+        rotary=[(0, True), (64, True)],
     ),
     "key heads": grid(
         **LATENT | {"num_heads_k": 2}, form=EVERY_FORM, cached=(150, 3, 64), num_heads_q=[2, 34],
@@ -182,19 +198,24 @@ def test_over_rows_of_fp8(check: Check, calls: list[Call]) -> None:
     check_calls(check, calls)
 
 
+@pytest.mark.parametrize(("form", "latent"), [("rows", 512), (V4_ROWS, 448)])
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize("heads", [16, 128])
-def test_what_no_key_of_fp8_has_is_not_read(heads: int, page_size: int | None) -> None:
+def test_what_no_key_of_fp8_has_is_not_read(
+    heads: int, page_size: int | None, form: str, latent: int
+) -> None:
     """Entries of tables and bytes of rows. NaN among a sequence's keys are its own alone."""
-    case = a_case(cached=(LONG, 0, 65), capacity=LONG + 30, num_heads_q=heads, page_size=page_size)
-    fp8 = Fp8Case(case, **LATENT_FORMS["rows"])
+    case = a_case(
+        cached=(LONG, 0, 65), capacity=LONG + 30, num_heads_q=heads, page_size=page_size,
+        head_dim_v=latent,
+    )  # fmt: skip
+    fp8 = Fp8Case(case, **LATENT_FORMS[form], group=64)
     inputs = fp8.make_inputs()
     expected, _ = attend(fp8, inputs)
     if page_size is not None:
         poisoned = replace(inputs, cache=with_poisoned_table(inputs.cache))
         assert_same_bits(attend(fp8, poisoned)[0], expected)
-    rows, table = inputs.rows, inputs.cache.block_table
-    assert rows is not None
+    rows, table = inputs.cache.v_cache.view(torch.uint8), inputs.cache.block_table
     for key in (64, LONG - 1):  # of the first part of a tile's keys, and of the last
         row = rows[0, key] if table is None else rows[table[0, key // page_size], key % page_size]
         number = row[..., 300]

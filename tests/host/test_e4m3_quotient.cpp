@@ -1,4 +1,5 @@
-// The product with a scale's reciprocal against fp32's quotient, as numbers of e4m3.
+// The product with a scale's reciprocal against fp32's quotient, as numbers of e4m3; scales of
+// e8m0.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -8,6 +9,7 @@
 
 #include "auxiliary/append/e4m3_quotient.h"
 #include "check.h"
+#include "shared/e8m0.h"
 
 using namespace flash_attn_cuda;
 
@@ -104,4 +106,16 @@ TEST(scales_that_are_left_to_divisions) {
   constexpr float nan = std::numeric_limits<float>::quiet_NaN();
   for (const float scale : {0.f, -0.f, 0x1p-65f, 0x1.8p64f, -0x1p100f, infinity, nan})
     CHECK(!E4m3Quotient::by(scale).is_exact);
+}
+
+TEST(bytes_of_e8m0_are_powers_of_two) {
+  CHECK(std::isnan(number_of_scale(std::uint8_t{255})));
+  for (int byte = 0; byte < 255; ++byte) {
+    const float number = number_of_scale(static_cast<std::uint8_t>(byte));
+    CHECK_EQ(number, power_of_two(byte - 127));
+    if (byte == 0) continue;  // a subnormal one
+    CHECK_EQ(int{next_e8m0(number)}, byte);
+    if (byte > 1) CHECK_EQ(int{next_e8m0(scale_near(number, -1))}, byte);
+    if (byte < 254) CHECK_EQ(int{next_e8m0(scale_near(number, 1))}, byte + 1);
+  }
 }

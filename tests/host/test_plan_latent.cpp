@@ -112,6 +112,25 @@ TEST(values_of_e4m3_have_rows_that_convert) {
   CHECK_EQ(row(latent_call(1, 16), of_e4m3, a100), decode_row);
   const auto with_odd_keys = [](ForwardParams& params) { params.k.row_stride += 4; };
   CHECK_ERROR(planned(latent_call(1, 16), both(of_e4m3, with_odd_keys)), "whole 16 bytes");
+  const auto with_powers = [](ForwardParams& params) { params.scales.v.is_e8m0 = true; };
+  CHECK_EQ(row(latent_call(1, 16), both(of_e4m3, with_powers)), decode_row);
+}
+
+TEST(rotary_columns_that_are_values_are_columns_of_out_and_keys) {
+  const auto of_v4 = [](ForwardParams& params) {
+    params.e4m3_latent = params.values_include_rope = true;
+    params.v.row_stride = 576;
+    params.k.row_stride = 576 / 2;
+  };
+  CHECK_EQ(row(latent_call(1, 16), both(pages(64), of_v4)), decode_row);
+  const auto of_columns = [](int rotary, int all) {
+    return [=](ForwardParams& params) {
+      params.shape.head_dim = rotary;
+      params.shape.head_dim_v = all;
+    };
+  };
+  CHECK_EQ(row(latent_call(1, 16), both(of_v4, of_columns(24, 448 + 24)), a100), decode_row);
+  CHECK_ERROR(planned(latent_call(1, 16), both(of_v4, of_columns(24, 480))), "whole 16 bytes");
 }
 
 TEST(other_gpus_decode_by_their_shared_memory) {

@@ -64,11 +64,27 @@ def token_scales(x: Tensor) -> Tensor:
     return torch.where(largest == 0.0, torch.ones_like(largest), divided(largest, LARGEST))
 
 
+def token_powers(x: Tensor) -> Tensor:
+    """The same of e8m0, in fp32: the next power of two, at least 2^-13."""
+    largest = torch.where(x.isfinite(), x.abs(), torch.zeros_like(x)).amax(-1).float()
+    return torch.exp2(divided(largest, LARGEST).double().clamp(min=2.0**-13).log2().ceil()).float()
+
+
+def to_powers(scale: Tensor) -> Tensor:
+    """The bytes of e8m0 of powers of two, and of NaN."""
+    return torch.where(scale.isnan(), 255, 127 + scale.double().log2()).to(torch.uint8)
+
+
+def from_powers(code: Tensor) -> Tensor:
+    """Their numbers in fp32."""
+    return torch.exp2(code.double() - 127).masked_fill(code == 255, torch.nan).float()
+
+
 @dataclass
 class Fp8CacheResult:
     """expected, in fp64, and naive, in the dtype of q over caches dequantized to it, of
-    kvcache_reference; what caches, of e4m3 as bytes, and scales hold afterwards; and the rows of
-    k_cache's first two dimensions that were written.
+    kvcache_reference; what caches, of e4m3 as bytes, and scales, as fp32, hold afterwards; and the
+    rows of k_cache's first two dimensions that were written.
     """
 
     expected: AttentionResult
@@ -85,6 +101,7 @@ def fp8_cache_reference(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    values_include_rope: bool = False,
     quantize: str | None = None,
     rotary_interleaved: bool = True,
     written: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
@@ -95,16 +112,20 @@ def fp8_cache_reference(
 
     Scales are (Hk,), (B, Hk), or one for each row of k_cache without its last dimension. With qv,
     k_cache is of q's dtype, without a scale, and rows of v_cache may have several scales, of as
-    many columns each. q is of the dtype of products. New keys are rotated and rounded to their
-    dtype, then quantized. `written`: caches and scales that are attended to instead of those that
-    the reference writes, where a rotation in fp32 may have come out one number off. Other arguments
-    are kvcache_reference's.
+    many columns each, or bytes of e8m0. values_include_rope: k's columns are values behind v's. q
+    is of the dtype of products. New keys are rotated and rounded to their dtype, then quantized.
+    `written`: caches and scales that are attended to instead of those that the reference writes,
+    where a rotation in fp32 may have come out one number off. Other arguments are
+    kvcache_reference's.
     """
     tensors, features = told_apart(CacheTensors, others)
     options = replace(options, **features)
     q, capacity, device = tensors.q, tensors.capacity, tensors.q.device
     tables = (tensors.rotary_cos, tensors.rotary_sin)
     caches = {"k": _stored(tensors.k_cache).clone(), "v": _stored(tensors.v_cache).clone()}
+    are_powers = v_descale is not None and v_descale.dtype == torch.float8_e8m0fnu
+    if v_descale is not None and are_powers:
+        v_descale = from_powers(v_descale.view(torch.uint8))
     given_scales = {"k": k_descale, "v": v_descale}
     scales = {name: x.clone() for name, x in given_scales.items() if x is not None}
     appended = torch.zeros(tensors.k_cache.shape[:2], dtype=torch.bool, device=device)
@@ -123,7 +144,7 @@ def fp8_cache_reference(
             if quantize == "token":
                 groups = scales[name].shape[3:]
                 of_groups = new.unflatten(-1, (*groups, -1)) if groups else new
-                scales[name][where] = token_scales(of_groups)
+                scales[name][where] = (token_powers if are_powers else token_scales)(of_groups)
             scale = _scale_of(scales[name], sequence.index, where, new.shape[-1])
             caches[name][where] = to_bytes(scaled_down(new, scale))
         appended[where] = True
@@ -156,6 +177,13 @@ def fp8_cache_reference(
         dense[name] = torch.cat(parts)
     done = ("k", "v", "cu_seqlens_k_new", "rotary_cos", "rotary_sin")
     given = vars(tensors) | dict.fromkeys((*done, "cache_batch_idx", "block_table"))
+    if values_include_rope:  # one product of all columns
+        assert tensors.qv is not None
+        exact_q = torch.cat([exact_q, tensors.qv.double()], -1)
+        dense["k"], dense["v"] = (
+            torch.cat([dense[x], dense[y]], -1) for x, y in (("k", "v"), ("v", "k"))
+        )
+        given["qv"] = None
     given |= {"q": exact_q, "k_cache": dense["k"], "v_cache": dense["v"], "options": options}
     given["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     expected = kvcache_reference(**given).expected

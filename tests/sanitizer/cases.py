@@ -19,7 +19,7 @@ from tests.cases.accumulate import HEAD_DIMS, WHATS, SumCase, sum_cases
 from tests.cases.attention import DTYPE_NAMES, Alibi, AttentionCase, KvCacheCase, Layout, VarlenCase
 from tests.cases.bands import BandCase
 from tests.cases.fp8_cache import Fp8Case
-from tests.cases.fp8_harness import LATENT_FORMS
+from tests.cases.fp8_harness import LATENT_FORMS, V4_ROWS
 from tests.cases.harness import ON_CPU, Case
 from tests.cases.latent import LATENT
 from tests.cases.masked import (
@@ -369,6 +369,8 @@ def fp8_cases(device: str) -> Iterator[Fp8Case]:
     append = replace(base, page_size=16, seqlens_q=2, seqlens_new=2, rotary_dim=32)
     yield Fp8Case(append, **LATENT_FORMS["rows"], quantize="token")
     yield Fp8Case(replace(base, leftpad=(10, 0, 37)), **LATENT_FORMS["batch"])
+    append = replace(append, head_dim_v=448)
+    yield Fp8Case(append, **LATENT_FORMS[V4_ROWS], quantize="token", group=64)
 
 
 def sanitized_rotary_cases(device: str) -> Iterator[RotaryCase]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda import (
+    LatentFormat,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     latent_views,
@@ -99,17 +100,32 @@ def test_flash_mla(options: dict[str, Any]) -> None:
     assert torch.equal(found[0], lse[0])
 
 
+V4 = LatentFormat.DEEPSEEK_V4
+EVERY_ROWS = pytest.mark.parametrize("rows", [LatentFormat(), V4], ids=["V3.2", "V4"])
+
+
+def of_bytes(rows: LatentFormat) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Queries (2, 3, 4, head_dim), pages that lie apart, and what they are of our own function."""
+    latent, rotary = normal(4, 5, rows.latent_dim), normal(4, 5, rows.rotary_dim)
+    pages = quantize_latent(latent, rotary, rows)[:, :, None]
+    if rows is V4:  # of four tokens; what is behind a page's scales is NaN
+        apart = torch.full((4, 5 * 584), 0xFF, dtype=torch.uint8)
+        pages = apart[:, : 4 * 584].unflatten(1, (4, 1, 584))
+        pages.copy_(quantize_latent(latent[:, :4], rotary[:, :4], rows)[:, :, None])
+    q, pages = normal(2, 3, 4, rows.latent_dim + rows.rotary_dim), pages[:, :4]
+    keys, values, scales = latent_views(pages, rows)
+    ours = {"k_cache": keys, "v_cache": values, "v_descale": scales, "softmax_scale": 0.1}
+    return q, pages, ours | {"values_include_rope": rows is V4}
+
+
+@EVERY_ROWS
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
-def test_flash_mla_over_rows_of_fp8(dtype: torch.dtype) -> None:
+def test_flash_mla_over_rows_of_fp8(dtype: torch.dtype, rows: LatentFormat) -> None:
     """Of a cache in which pages lie apart."""
-    latent, rotary, q = normal(4, 5, 1, 512), normal(4, 5, 1, 64), normal(2, 3, 4, 576)
-    pages = quantize_latent(latent, rotary)[:, :4]
-    keys, values, scales = latent_views(pages)
-    rope, nope = split(q, 512)
+    q, pages, ours = of_bytes(rows)
+    rope, nope = split(q, rows.latent_dim)
     options: dict[str, Any] = {"block_table": TABLE, "cache_seqlens": USED, "causal": True}
-    expected = flash_attn_with_kvcache(
-        rope, keys, values, qv=nope, v_descale=scales, softmax_scale=0.1, **options
-    )
+    expected = flash_attn_with_kvcache(rope, qv=nope, **ours, **options)
     given: dict[str, Any] = {"softmax_scale": 0.1, "causal": True, "is_fp8_kvcache": True}
 
     def run(q: Tensor, pages: Tensor, head_dim_v: int = 512) -> Tensor:
@@ -117,29 +133,28 @@ def test_flash_mla_over_rows_of_fp8(dtype: torch.dtype) -> None:
 
     assert torch.equal(run(q, pages.view(dtype)), expected)
     with pytest.raises(
-        ValueError, match=r"^k_cache: must have shape .*, 656\), got \(4, 4, 1, 640"
+        ValueError, match=rf"^k_cache: must have shape .*, {rows.row_bytes}\), got \(4, 4, 1, 560"
     ):
-        run(q, pages[..., :640])
+        run(q, pages[..., :560])
     with pytest.raises(ValueError, match=r"^head_dim_v: must be 512 with is_fp8_kvcache, got 256"):
         run(q, pages, 256)
-    with pytest.raises(ValueError, match=r"^q: last dimension must be 576 with is_fp8_kvcache"):
+    with pytest.raises(ValueError, match=r"^q: last dimension must be 576 or 512 with is_fp8"):
         run(normal(2, 3, 4, 640), pages)
     with pytest.raises(TypeError, match=r"^q: dtype must be one of float16, bfloat16 with is_fp8"):
         run(q.float(), pages)
 
 
-def test_chosen_rows_of_fp8() -> None:
+@EVERY_ROWS
+def test_chosen_rows_of_fp8(rows: LatentFormat) -> None:
     """The bits of our own call, over the pool as one sequence."""
-    pages, q = quantize_latent(normal(5, 4, 1, 512), normal(5, 4, 1, 64)), normal(2, 3, 4, 576)
-    indices = torch.randint(-1, 20, (2, 3, 9), dtype=torch.int32)
+    q, pages, ours = of_bytes(rows)
+    indices = torch.randint(-1, 16, (2, 3, 9), dtype=torch.int32)
     out, _ = flash_mla.flash_mla_with_kvcache(
         q, pages, None, None, 512, None, softmax_scale=0.1, is_fp8_kvcache=True, indices=indices
     )
-    keys, values, scales = latent_views(pages.flatten(0, 1)[None])
-    (rope, nope), lists = split(q.flatten(0, 1)[None], 512), indices.view(1, 6, 1, 9)
-    expected = flash_attn_with_kvcache(
-        rope, keys, values, qv=nope, v_descale=scales, softmax_scale=0.1, key_lists=lists
-    )
+    (rope, nope), lists = split(q.flatten(0, 1)[None], rows.latent_dim), indices.view(1, 6, 1, 9)
+    table = torch.arange(4, dtype=torch.int32)[None]
+    expected = flash_attn_with_kvcache(rope, qv=nope, block_table=table, key_lists=lists, **ours)
     assert torch.equal(out.flatten(0, 1), expected[0])
 
 

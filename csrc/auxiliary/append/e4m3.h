@@ -12,6 +12,7 @@
 #include "auxiliary/vector_types.h"
 #include "flash_attn/params.h"
 #include "shared/e4m3.h"
+#include "shared/e8m0.h"
 
 namespace flash_attn_cuda {
 
@@ -72,10 +73,39 @@ __device__ inline float scale_of_head(const ScaleView& view, int sequence, int h
   return view.data[offset_of(sequence, view.batch_stride) + offset_of(head, view.head_stride)];
 }
 
-__device__ inline float* scale_of_token(const ScaleView& view, const KeyPlace& place, int head) {
-  return view.data + offset_of(place.batch, view.batch_stride) +
-         offset_of(place.row, view.row_stride) + offset_of(head, view.head_stride);
+__device__ inline std::int64_t offset_of_token(const ScaleView& view, const KeyPlace& place,
+                                               int head) {
+  return offset_of(place.batch, view.batch_stride) + offset_of(place.row, view.row_stride) +
+         offset_of(head, view.head_stride);
 }
+__device__ inline float* scale_of_token(const ScaleView& view, const KeyPlace& place, int head) {
+  return view.data + offset_of_token(view, place, head);
+}
+
+// The scale at an offset of a view of any kind.
+struct LatentScale {
+  const ScaleView& view;
+  std::int64_t offset;
+
+  __device__ std::uint8_t* byte() const {
+    return reinterpret_cast<std::uint8_t*>(view.data) + offset;
+  }
+  __device__ float load() const {
+    return view.is_e8m0 ? number_of_scale(*byte()) : view.data[offset];
+  }
+  __device__ void store(float scale) const {
+    if (view.is_e8m0)
+      *byte() = next_e8m0(scale);
+    else
+      view.data[offset] = scale;
+  }
+  // Of e8m0 the next power of two.
+  __device__ float of_largest(float largest) const {
+    if (!view.is_e8m0) return scale_of_largest(largest);
+    constexpr float least = 0x1p-13f;
+    return number_of_scale(next_e8m0(fmaxf(__fdiv_rn(largest, largest_e4m3), least)));
+  }
+};
 
 // A row of k_new or v_new, as one of its lanes sees it.
 template <class Element, int kPairs>
@@ -200,17 +230,17 @@ __device__ void append_latent(const AppendArguments& args, std::int64_t index, i
       {.columns = columns}, 0);
   float scale = scale_of_head(view, place.sequence, head);
   if (view.per_token) {
-    float* own = scale_of_token(view, target, head) +
-                 offset_of(column >> view.group_shift, view.group_stride);
+    const LatentScale own{view, offset_of_token(view, target, head) +
+                                    offset_of(column >> view.group_shift, view.group_stride)};
     if (params.quantizes_tokens) {
       constexpr int columns_shift = 4;
       const float largest = part.largest_of_lane();
       const int lanes_shift = min(5, view.group_shift - columns_shift);
-      scale = scale_of_largest(largest_of_lanes<Element>({largest, largest}, lanes_shift).x);
+      scale = own.of_largest(largest_of_lanes<Element>({largest, largest}, lanes_shift).x);
       const bool is_first = (lane & ((1 << lanes_shift) - 1)) == 0;
-      if (is_first && lane * columns == column) *own = scale;
+      if (is_first && lane * columns == column) own.store(scale);
     } else {
-      scale = *own;
+      scale = own.load();
     }
   }
   if (lane * columns == column)

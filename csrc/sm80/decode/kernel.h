@@ -260,7 +260,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
       q.leave(shared_queries, lane, tSrQ);
       if (Traits::is_e4m3 && lane == 0) smem.query_units[warp] = query_unit;
       if constexpr (Traits::is_latent) {
-        load_queries<Traits>(args, params.qv, params.shape.head_dim_v, sequence, rows,
+        load_queries<Traits>(args, params.qv, columns_of_v(params), sequence, rows,
                              part * Traits::value_columns, cQv, tSrQv);
         qv.leave(shared_queries + q.steps * 32, lane, tSrQv);
       }

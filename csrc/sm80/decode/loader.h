@@ -3,6 +3,7 @@
 // latent values are of e4m3).
 #pragma once
 
+#include "shared/e8m0.h"
 #include "shared/sequence/key_list.h"
 #include "shared/sequence/paged_kv.h"
 #include "sm80/decode/split.h"
@@ -203,6 +204,7 @@ class SliceLoader {
       if constexpr (Traits::is_latent) {
         copy_vectors</*kHasValues=*/false>(stage, k_offset, v_offset);
         convert_values(stage + Traits::key_elements, v_offset, place);
+        if (params.values_include_rope) copy_rotary_values(stage + Traits::key_elements, k_offset);
       }
     } else if (has_vector_rows) {
       copy_vectors(stage, k_offset, v_offset);
@@ -233,8 +235,20 @@ class SliceLoader {
     }
   }
 
+  // Of a row, whose scales begin at an offset.
+  CUTE_DEVICE float scale_at(LatentScales const& scales, std::int64_t offset, int column) const {
+    ScaleView const& view = params.scales.v;
+    if (!view.is_e8m0) return scales.at(offset, column);
+    int own_head = head;
+    asm volatile("" : "+r"(own_head));  // as in convert_values
+    offset +=
+        own_head * view.head_stride + std::int64_t{column >> view.group_shift} * view.group_stride;
+    return number_of_scale(reinterpret_cast<const std::uint8_t*>(view.data)[offset]);
+  }
+
   // Values of e4m3 times their scales, rounded once. 16 columns of a row are a lane's at a time.
-  // place: of this lane's key, if it exists.
+  // Those of no value are zeros, or copy_rotary_values writes them. place: of this lane's key, if
+  // it exists.
   CUTE_DEVICE void convert_values(Cached* target, std::int64_t v_offset, KeyPlace place) const {
     using Element = typename Traits::Element;
     constexpr int columns = 16;
@@ -244,12 +258,15 @@ class SliceLoader {
     static_assert(32 % lanes_per_row == 0 && slice % (loads * rows_at_once) == 0);
     const auto scales = LatentScales::of(params.scales.v, sequence, head);
     const std::int64_t scale_offset = v_offset < 0 ? 0 : scales.offset(place.batch, place.row);
-    const int column = lane % lanes_per_row * columns;
-    const bool has_column = column < params.shape.head_dim_v - v_column;
+    int own = lane;
+    asm volatile("" : "+r"(own));  // what follows is not kept from slice to slice: that spills
+    const int column = own % lanes_per_row * columns;
+    const bool has_column = column < columns_of_v(params) - v_column;
+    const bool is_written = has_column || !params.values_include_rope;
     const auto* data = static_cast<const std::uint8_t*>(params.v.data) + v_column + column;
     auto tile = smem_tile<typename Traits::ValueLayout>(target);
 #pragma unroll 1
-    for (int first = lane / lanes_per_row; first < slice; first += loads * rows_at_once) {
+    for (int first = own / lanes_per_row; first < slice; first += loads * rows_at_once) {
       uint4 codes[loads];
       float factors[loads];
       CUTE_UNROLL
@@ -259,7 +276,7 @@ class SliceLoader {
         const std::int64_t of_row = __shfl_sync(0xffffffffu, scale_offset, row);
         const bool exists = begin >= 0 && has_column;
         codes[i] = exists ? *reinterpret_cast<const uint4*>(data + begin) : uint4{};
-        factors[i] = exists ? scales.at(of_row, v_column + column) : 0.0f;
+        factors[i] = exists ? scale_at(scales, of_row, v_column + column) : 0.0f;
       }
       CUTE_UNROLL
       for (int i = 0; i < loads; ++i) {
@@ -272,12 +289,33 @@ class SliceLoader {
           const float2 values = __half22float2(half2_of_e4m3(code));
           pairs[j] = pair_of<Element>({values.x * factors[i], values.y * factors[i]});
         }
+        if (!is_written) continue;
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
           *reinterpret_cast<uint4*>(&tile(row, column + 8 * half)) = {
               pairs[4 * half], pairs[4 * half + 1], pairs[4 * half + 2], pairs[4 * half + 3]};
         }
       }
+    }
+  }
+
+  // Keys' columns as values, behind those of V, and zeros behind them. k_offset: of this lane's
+  // key.
+  CUTE_DEVICE void copy_rotary_values(Cached* target, std::int64_t k_offset) const {
+    constexpr int lanes_per_row = 8;
+    int first = v_column;
+    asm volatile("" : "+r"(first));  // as in convert_values
+    const int behind = columns_of_v(params) - first;
+    const auto* data = static_cast<const Cached*>(params.k.data) - behind;
+    auto tile = smem_tile<typename Traits::ValueLayout>(target);
+#pragma unroll 1
+    for (int row = lane / lanes_per_row; row < slice; row += 32 / lanes_per_row) {
+      const std::int64_t k_row = __shfl_sync(0xffffffffu, k_offset, row);
+      const int end = k_row >= 0 ? params.shape.head_dim_v - first : 0;
+#pragma unroll 1
+      for (int column = max(behind, 0) + lane % lanes_per_row * chunk;
+           column < Traits::value_columns; column += lanes_per_row * chunk)
+        copy_vector(data + k_row + column, column < end, &tile(row, column));
     }
   }
 
