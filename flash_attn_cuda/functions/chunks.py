@@ -249,10 +249,14 @@ def _chunk_mask(
         return same[None, None].to(torch.uint8) * VISIBLE, None
     position = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1) + first
     begin = (position // chunk * chunk).clamp(max=seqlen_k)
-    key = torch.arange(4 * tiles_of(seqlen_k), device=device) * 32  # where a word begins
-    low = (begin - key).clamp_(0, 32)
-    high = ((begin + chunk).clamp(max=seqlen_k) - key).clamp_(0, 32)
-    bits = ((1 << high) - (1 << low)).int()
+    word = torch.arange(2 * tiles_of(seqlen_k), device=device) * PIECE  # the first key of one
+    # Of each bit those from it on, and none.
+    from_bit = torch.nn.functional.pad(-1 << torch.arange(PIECE, device=device), (0, 1))
+
+    def from_key(key: Tensor) -> Tensor:
+        return from_bit[(key - word).clamp_(0, PIECE)]
+
+    bits = (from_key(begin) ^ from_key((begin + chunk).clamp(max=seqlen_k))).view(torch.int32)
     return pieces_of_bits(bits, seqlen_q, seqlen_k), bits
 
 

@@ -83,7 +83,7 @@ def flash_attn_func(
             the head, and so softmax_lse. Differentiable.
         attention_chunk: query i sees the keys alone that are in its chunk of so many, those from
             p - p % attention_chunk on where p is i + seqlen_k - seqlen_q; 0 for none.
-            Dropout counts rows and columns of chunks, unless there is an attn_mask or a block_mask.
+            Dropout counts rows and columns of chunks, unless there is a mask or a bias.
         keep_rounding: keep for the backward what rounding to 16 bits takes from out, a byte for
             each of its numbers. Without it the gradient of q is off where keys and values have a
             mean, as FlashAttention-2's is (docs/numerics.md).

@@ -45,6 +45,7 @@ FEATURES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"mask": RandomMask(0.3, 1, "bq", "sparsity"), "bias": RandomBias("h")}, {"dropout_p": 0.3}),
     ({"mask": RandomMask(0.5, 64, "hq", "blocks")}, {"window": (20, 9)}),
     ({"bias": RandomBias("bhq")}, {"alibi": Alibi.per_head}),
+    ({"bias": RandomBias(reach=40)}, {}),
 )
 
 

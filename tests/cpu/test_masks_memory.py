@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_cuda import BlockSparsity, masks
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.functions.chunks import _hiding_others
 from tests.cases.memory import PeakBytes
 
 LONG = 16384
@@ -33,6 +35,18 @@ def test_memory_and_contents_of_long_masks(name: str) -> None:
         kept = sum(memory.bytes.values())
     assert 0.12 * LONG**2 < kept < 0.13 * LONG**2
     assert memory.peak < 0.5 * LONG**2
+
+
+def test_memory_of_chunks_with_a_mask() -> None:
+    """Four times their bits, beside those of the mask."""
+    with FakeTensorMode():
+        q = torch.empty(1, LONG, 1, 8)
+        mask = masks.strided(LONG, 128)
+        lists = {"block_rows": mask.rows, "block_columns": mask.columns}
+        call = AttentionCall(q, q, q, mask_bits=mask.bits, **lists)
+        with PeakBytes() as memory:
+            _hiding_others(call, 1000)
+    assert memory.peak < 4.01 * LONG**2 / 8
 
 
 def test_memory_without_bits() -> None:
