@@ -229,8 +229,8 @@ struct ScaleView {
 
   float* data = nullptr;
   bool per_token = false;
-  bool is_e8m0 = false;
   std::int8_t group_shift = one_group;  // a group has 2^group_shift columns, from 64 on
+  bool is_e8m0 = false;
   std::int32_t group_stride = 0;
   std::int64_t batch_stride = 0;
   std::int64_t row_stride = 0;  // of scales per token alone
