@@ -65,9 +65,9 @@ def flash_attn_varlen_func(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
     keep_rounding: bool = True,
+    relative_bias: Tensor | None = None,
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
-    relative_bias: Tensor | None = None,
     values_include_rope: bool = False,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
