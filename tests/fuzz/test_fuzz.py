@@ -72,7 +72,7 @@ def test_draws_reach_every_feature() -> None:
         assert constant(cases) == of_training | {"has_qv", "keys_per_list"}
     for cases in (latent, [x.cache for x in fp8_latent]):
         assert constant(cases) == of_training | of_latent
-    assert constant(fp8) == {"group"}
+    assert constant(fp8) == {"group", "is_v4"}
     assert len({(x.k_form, x.v_form, x.strides) for x in fp8}) > 20
     assert constant(fp8_latent) == {"k_form", "powers", "q_is_fp8"}
     assert len({(x.v_form, x.strides, x.group) for x in fp8_latent}) > 25
