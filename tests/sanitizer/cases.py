@@ -453,6 +453,8 @@ def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
     yield MaskedCase(replace(dense, causal=True), None, RandomBias("b", fp32=True, hidden=0.3))
     capped = replace(dense, softcap=5.0)
     yield MaskedCase(capped, None, RandomBias("hq", requires_grad=False))
+    yield MaskedCase(dense, None, RandomBias(reach=20))
+    yield MaskedCase(short, None, RandomBias(reach=300))
     yield MaskedCase(
         replace(aligned, dropout_p=0.2), RandomMask(0.5, 64, "hq", "sparsity"), RandomBias("hq")
     )
@@ -470,6 +472,7 @@ def bias_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
     even = replace(packed, lengths_k=(33, 5, 144), leftpad=(3, 0, 130))
     yield MaskedCase(even, None, RandomBias("bhq"), torch.float32)
     yield MaskedCase(replace(even, causal=False), None, RandomBias("hq"))
+    yield MaskedCase(even, None, RandomBias(reach=20))
 
 
 def sink_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
