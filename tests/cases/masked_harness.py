@@ -149,12 +149,14 @@ def check_filled_rows(case: MaskedCase, fill: float) -> None:
 
 
 def masked_reference(
-    case: MaskedCase, inputs: MaskedInputs, *, use_dlse: bool = True
+    case: MaskedCase, inputs: MaskedInputs, *, use_dlse: bool = True, **others: Any
 ) -> tuple[AttentionResult, AttentionResult]:
-    """(fp64 result, naive low-precision result) for tolerance.assert_close."""
+    """(fp64 result, naive low-precision result) for tolerance.assert_close. `others` are
+    run_reference's.
+    """
     use_dlse = use_dlse and case.returns_lse
     masks = replace(inputs, mask=case.visible(inputs)).options()
-    results = run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks)
+    results = run_reference(case.of, inputs.of, use_dlse=use_dlse, **masks, **others)
     if inputs.relative_bias is not None:
         for result in results:
             result.dbias = _of_distances(case, result.dbias, inputs.relative_bias)

@@ -63,7 +63,7 @@ from tests.cases.harness import (
     run_reference,
 )
 from tests.cases.masked import MaskedCase, MaskedInputs
-from tests.cases.masked_harness import run_masked
+from tests.cases.masked_harness import masked_reference, run_masked
 from tests.cases.merge import merge_cases
 from tests.cases.parts import Documents, Inputs, run_parts, run_whole, worse_than
 from tests.cases.rotary import RotaryCase, arranged, difference
@@ -291,9 +291,8 @@ def reference_of(
     case: MaskedCase, inputs: MaskedInputs, on_device: MaskedInputs, use_dlse: bool
 ) -> Any:
     rng_state = drawn_of(case.of, on_device.of)
-    features = {"mask": inputs.mask, "bias": inputs.bias, "sink": inputs.sink}
     use_dlse = use_dlse and rng_state is None
-    return run_reference(case.of, inputs.of, use_dlse=use_dlse, rng_state=rng_state, **features)
+    return masked_reference(case, inputs, use_dlse=use_dlse, rng_state=rng_state)
 
 
 def lists_of(case: MaskedCase, inputs: MaskedInputs) -> BlockSparsity | None:
