@@ -211,6 +211,7 @@ def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise for what would change the result and is not implemented."""
     of_layer = {"compressor": getattr(module, "compressor", None)}
     for name, what in (
+        ("position_bias", "an additive bias is"),
         ("cache", "transformers' paged cache is"),
         ("indices", "a choice of keys for every query is"),
         ("compressor", "attention to keys that stand for several, as in DeepSeek-V4, is"),

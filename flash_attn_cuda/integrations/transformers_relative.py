@@ -58,8 +58,8 @@ def relative_bias_of(module: nn.Module, position_bias: Tensor | None) -> Tensor 
     if type(module).__name__ in _LAYERS and not _attends_to_itself(module):
         return None
     raise NotImplementedError(
-        "position_bias: must be None or that of T5, mT5 and UMT5 in flash_attn_cuda, got shape "
-        f"{tuple(position_bias.shape)} from {type(module).__name__}"
+        "position_bias: must be that of T5, mT5 or UMT5, as others are not implemented by "
+        f"flash_attn_cuda, got shape {tuple(position_bias.shape)} from {type(module).__name__}"
     )
 
 
