@@ -86,7 +86,8 @@ def test_every_field_is_set_here() -> None:
     """A field that is added is a setting of a backward, or has no meaning for one."""
     lengths = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"}
     lists = OF_LISTS | OF_DERIVATIVES
-    assert {*SETTINGS, *lists, *OF_FORWARD, *lengths} == set(OF_BACKWARD)
+    of_bias = {"bias_by_distance"}  # which has another shape then
+    assert {*SETTINGS, *lists, *of_bias, *OF_FORWARD, *lengths} == set(OF_BACKWARD)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -118,6 +119,14 @@ def test_all_at_once(without: str) -> None:
         settings["max_seqlen_q"] = settings["max_seqlen_k"] = LONGEST
     by_operator, by_autograd = told(**settings)
     assert_same(by_autograd, by_operator)
+
+
+def test_a_bias_by_distance() -> None:
+    bounds = {"max_seqlen_q": LONGEST, "max_seqlen_k": LONGEST}
+    bias = torch.randn(1, HEADS, 1, 2 * LONGEST)
+    by_operator, by_autograd = told(bias=bias, bias_by_distance=True, **bounds)
+    assert_same(by_autograd, by_operator)
+    assert by_autograd["bias_by_distance"] is True
 
 
 def test_sequences_of_one_length() -> None:
