@@ -179,7 +179,8 @@ def _of_equal_chunks(call: AttentionCall, chunk: int) -> AttentionCall:
     return replace(call, q=q, k=k, v=v, alibi_slopes=slopes)
 
 
-def _packed_sequences(call: AttentionCall) -> Sequences:
+def packed_sequences(call: AttentionCall) -> Sequences:
+    """Where those of a packed call lie, on the device."""
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_q is not None and cu_k is not None
     rows_q, rows_k = cu_q.diff().long(), cu_k.diff().long()
@@ -193,7 +194,7 @@ def _packed_sequences(call: AttentionCall) -> Sequences:
 def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> AttentionCall:
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_q is not None and cu_k is not None
-    whole = _packed_sequences(call)
+    whole = packed_sequences(call)
     end_q, end_k = cu_q[-1].long(), cu_k[-1].long()  # rows behind are nobody's
     batch = cu_q.shape[0] - 1
     count = call.k.shape[0] // chunk + (2 if before else 1) * batch
@@ -225,7 +226,7 @@ def _hiding_others(call: AttentionCall, chunk: int) -> AttentionCall:
         first = seqlen_k - seqlen_q
     else:
         seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
-        first = _packed_sequences(call).shift().view(-1, 1, 1, 1)
+        first = packed_sequences(call).shift().view(-1, 1, 1, 1)
         if rows is not None:  # which may be longer
             seqlen_q = TILE * rows.shape[2] if bits is None else bits.shape[2]
             seqlen_k = TILE * (rows.shape[3] - 2)

@@ -17,6 +17,7 @@ from ..call.checks import check_call, extent_of
 from ..call.fields import AttentionCall
 from ..call.tensors import as_index, check_place, check_tensor
 from .arguments import cast_for_autocast
+from .chunks import packed_sequences
 
 
 def t5_relative_bias(weight: Tensor, *, bidirectional: bool, max_distance: int = 128) -> Tensor:
@@ -109,10 +110,7 @@ def _shift_of(call: AttentionCall) -> Tensor | None:
     has_lengths = call.seqused_q is not None or call.seqused_k is not None
     if call.cu_seqlens_q is call.cu_seqlens_k and not has_lengths and call.leftpad_k is None:
         return None
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None  # checked
-    queries = call.cu_seqlens_q.diff() if call.seqused_q is None else call.seqused_q
-    keys = call.cu_seqlens_k.diff() if call.seqused_k is None else call.seqused_k
-    return (keys if call.leftpad_k is None else keys - call.leftpad_k) - queries
+    return packed_sequences(call).shift()
 
 
 def _by_distance(relative_bias: Tensor, call: AttentionCall) -> Tensor:
