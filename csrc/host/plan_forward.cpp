@@ -132,12 +132,11 @@ TileSchedule schedule_tiles(const ForwardParams& params, const ForwardPlan& plan
   return schedule;
 }
 
-// Whether a tile's neighbour has the same keys, and a CTA loads half of them for two: of 64 rows,
-// where the tiles of every sequence are even in number and TMA loads keys.
+// Whether a tile's neighbour has the same keys, so that two CTAs may visit them together: of 64
+// rows, where the tiles of every sequence are even in number.
 bool has_pairs_of_tiles(const ForwardParams& params, const ForwardPlan& plan) {
   constexpr int rows = 64;
-  if (plan.instance->config.block_m != rows || params.e4m3_latent || loads_rows(params))
-    return false;
+  if (plan.instance->config.block_m != rows) return false;
   return is_packed(params.sequences) ? params.shape.heads_per_key_head() % (2 * rows) == 0
                                      : plan.schedule.num_tiles % 2 == 0;
 }

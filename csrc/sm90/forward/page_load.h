@@ -39,43 +39,39 @@ CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int
   return checked_span(keys, look_up_span<kRows>(keys, head, box_rows, key_begin, seqlen_k), errors);
 }
 
-// A whole warp calls it, once the tile may be written: it starts the loads that complete `full`,
-// load(box, rows) of each lane that has some. What lies nowhere is not read but becomes zeros,
-// because a NaN that an earlier tile has left there would come out of P V, whatever P.
-template <int kRows, int kColumns, class Element, class Load>
-CUTE_DEVICE void load_pages(std::uint64_t* full, Element* tile, PagedSpan const& span, int box_rows,
-                            Load load) {
-  constexpr int columns = box_columns<kColumns>;
-  constexpr int row_bytes = kColumns * int(sizeof(Element));
-  const int lane = threadIdx.x % 32;
-  auto const& [place, rows] = span.box;
-  const bool is_loaded = rows > 0 && place.exists();
-  const int boxes = __popc(__ballot_sync(0xffffffffu, is_loaded));
-  tile += lane * box_rows * columns;
-  if (rows > 0 && !is_loaded) {
+// What of a tile lies nowhere is not read but becomes zeros, because a NaN that an earlier tile has
+// left there would come out of P V, whatever P. box: this lane's.
+template <int kRows, int kColumns, class Element>
+CUTE_DEVICE void clear_missing_box(Element* box, PagedSpan const& span, int box_rows) {
+  if (span.box.rows > 0 && !span.box.place.exists()) {
+    constexpr int columns = box_columns<kColumns>;
     constexpr int vectors = columns * int(sizeof(Element)) / int(sizeof(uint4));
     CUTE_NO_UNROLL
     for (int column = 0; column < kColumns; column += columns) {
-      auto* zeros = reinterpret_cast<uint4*>(tile + column * kRows);
+      auto* zeros = reinterpret_cast<uint4*>(box + column * kRows);
       CUTE_NO_UNROLL
       for (int i = 0; i < box_rows * vectors; ++i) zeros[i] = {0, 0, 0, 0};
     }
     cutlass::arch::fence_view_async_shared();
   }
   __syncwarp();
-  if (lane == 0) FullBarrier::arrive_and_expect_tx(full, boxes * box_rows * row_bytes);
-  __syncwarp();
-  if (is_loaded) load(tile, RowSpan{place.batch, span.head, place.row, rows});
 }
 
-// The same by load_tile.
+// A whole warp calls it, once the tile may be written: it starts the loads that complete `full`.
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element* tile,
-                            PagedSpan const& span, int box_rows, int last_box,
-                            int first_column = 0) {
-  load_pages<kRows, kColumns>(full, tile, span, box_rows, [&](Element* box, RowSpan const& rows) {
-    load_tile<kRows, kColumns>(map, full, box, rows, last_box, box_rows, first_column);
-  });
+                            PagedSpan const& span, int box_rows, int last_box) {
+  constexpr int row_bytes = kColumns * int(sizeof(Element));
+  const int lane = threadIdx.x % 32;
+  auto const& [place, rows] = span.box;
+  const bool is_loaded = rows > 0 && place.exists();
+  const int boxes = __popc(__ballot_sync(0xffffffffu, is_loaded));
+  tile += lane * box_rows * box_columns<kColumns>;
+  clear_missing_box<kRows, kColumns>(tile, span, box_rows);
+  if (lane == 0) FullBarrier::arrive_and_expect_tx(full, boxes * box_rows * row_bytes);
+  __syncwarp();
+  const RowSpan own{place.batch, span.head, place.row, rows};
+  if (is_loaded) load_tile<kRows, kColumns>(map, full, tile, own, last_box, box_rows);
 }
 
 }  // namespace flash_attn_cuda::sm90

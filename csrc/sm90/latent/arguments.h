@@ -20,7 +20,7 @@ struct LatentArguments {
   Divider group;   // rows of a query (rows_of_query)
   int heads_per_key_head;
   bool loads_boxes;     // of keys: else one by one, by lists, of e4m3 or in pages that no box fits
-  bool in_pairs;        // of CTAs (sm90/isa/cta_pair.h), which load the same keys for each other
+  bool in_pairs;        // of CTAs (sm90/isa/cta_pair.h), which visit the same keys together
   int query_box_rows;   // of a box of q or qv: heads of one query
   int key_box_rows;     // of a box of k or v: a block's, or what lies in one page
   float scale_log2;     // from a score to powers of two, positive: hidden scores are -inf

@@ -3,12 +3,13 @@
 // values as well. The time is that of reading keys once.
 //
 // A tile is block_m rows, the query heads of a key head of as many queries as fit. CTAs share the
-// keys (share.h). With 64 rows two CTAs may have tiles of the same keys (sm90/isa/cta_pair.h): each
-// loads half of them for both. Threads: a producer warpgroup (producer.h), of which one warp finds
-// what there is to do, one loads keys by TMA, a ring of pieces of 64 keys and 64 columns, and one
-// queries, or two load keys by their rows (row_loader.h); of e4m3 two warpgroups more, which
-// convert keys (e4m3_loader.h); and one consumer warpgroup (consumer.h), or two (pair_consumer.h).
-// Parts of tiles are joined by a second kernel (join.h).
+// keys (share.h). With 64 rows two CTAs may have tiles of the same keys (sm90/isa/cta_pair.h): by
+// TMA each loads half of them for both, and rows it loads for itself, of which the second time L2
+// has them. Threads: a producer warpgroup (producer.h), of which one warp finds what there is to
+// do, one loads queries and two load keys, by TMA or by their rows (row_loader.h), into a ring of
+// pieces of 64 keys and 64 columns; of e4m3 two warpgroups more, which convert keys
+// (e4m3_loader.h); and one consumer warpgroup (consumer.h), or two (pair_consumer.h). Parts of
+// tiles are joined by a second kernel (join.h).
 #pragma once
 
 #include "sm90/frame.h"
@@ -22,7 +23,7 @@ enum LatentWarp : int {
   latent_loading_warp,
   latent_finding_warp,
   latent_query_warp,
-  latent_second_loading_warp  // of rows
+  latent_second_loading_warp
 };
 
 // Reads the arguments, so that they are in a cache when others want them, one after the other.
@@ -47,9 +48,10 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
   const bool in_pair = is_pair<Traits>(args);
   if (threadIdx.x == 0) {
     constexpr int consumer_warps = 4 * Traits::consumers;
-    const int loading_warps = is_e4m3 ? 4 * Traits::converters : loads_rows ? 2 : 1;
-    // A piece is one warpgroup's to release, of each CTA.
-    smem.ring.init(in_pair ? 8 : 4, loads_rows ? RowLoader<Traits>::arrivals : loading_warps);
+    constexpr int loading_warps = Traits::loading_warps;
+    // A piece is one warpgroup's to release, of each CTA that writes it.
+    const int arrivals = is_e4m3 ? loading_warps : loads_rows ? RowLoader<Traits>::arrivals : 1;
+    smem.ring.init(in_pair && args.loads_boxes ? 8 : 4, arrivals);
     smem.q_ring.init(consumer_warps);
     smem.item_ring.init(consumer_warps + loading_warps + 1);  // who reads items
     if constexpr (!Traits::is_swapped) smem.told.block.init();
@@ -74,11 +76,10 @@ __global__ void __launch_bounds__(LatentTraits<Tag>::threads, 1)
     } else if (is_e4m3) {
       if (warp == latent_second_loading_warp) read_ahead(args);
     } else if (loads_rows) {
-      RowLoader<Traits>{args, smem, int(warp != latent_loading_warp)}.run();
-    } else if (warp == latent_loading_warp) {
-      KeyLoader<Traits>{args, smem}.run();
+      RowLoader<Traits>{args, smem, int(warp == latent_second_loading_warp)}.run();
     } else {
-      read_ahead(args);
+      if (warp == latent_second_loading_warp) read_ahead(args);
+      KeyLoader<Traits>{args, smem, int(warp == latent_second_loading_warp)}.run();
     }
   } else if (warp < 4 * first_consumer) {
     set_registers<Traits, Traits::producer_registers>();

@@ -73,10 +73,10 @@ struct LatentPairConsumer {
     }
   }
 
-  // A piece, which both CTAs of a pair write.
+  // A piece, which both CTAs of a pair write if they load boxes.
   CUTE_DEVICE void release(State const& at) const {
     consumer_release(smem.ring, at);
-    if (args.in_pairs && lane == 0)
+    if (args.in_pairs && args.loads_boxes && lane == 0)
       arrive_in_peer(empty_in_peer + at.stage * int(sizeof(smem.ring.empty[0])));
   }
 

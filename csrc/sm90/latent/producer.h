@@ -35,16 +35,19 @@ CUTE_DEVICE void find_items(LatentArguments const& args, typename Traits::Shared
   give({.work = {.tile = no_tile}});
 }
 
-// A warp's loads of blocks of keys: each lane has a box of rows that lie in one page.
+// One of the warps that load blocks of keys, whose pieces they take in turn: each lane has a box of
+// rows that lie in one page. One warp alone takes longer over a piece than the products.
 template <class Traits>
 struct KeyLoader {
   using Element = typename Traits::Element;
   static constexpr int block_n = Traits::block_n;
   static constexpr int columns = Traits::piece_columns;
+  static constexpr int loading_warps = Traits::loading_warps;
 
   LatentArguments const& args;
   typename Traits::SharedStorage& smem;
-  PipelineState<Traits::stages> state{};
+  int piece;  // the next of this warp's, counted from the first of the next block
+  PipelineState<Traits::stages> state = PipelineState<Traits::stages>{}.plus(piece);
 
   // Keys of a block that are there, of which this lane's box has some: a bit each.
   CUTE_DEVICE uint2 keys_seen(PagedSpan const& span, int keys_left) const {
@@ -59,26 +62,35 @@ struct KeyLoader {
   // Of a pair's pieces each CTA loads every other one for both. Both wait for all, and each makes
   // zeros of what lies nowhere.
   CUTE_DEVICE void load(PagedSpan const& span, int keys_left) {
+    const int lane = threadIdx.x % 32;
     const uint2 seen = keys_seen(span, keys_left);
+    auto const& [place, rows] = span.box;
+    const bool is_loaded = rows > 0 && place.exists();
+    const RowSpan own{place.batch, span.head, place.row, rows};
+    const int bytes = __popc(__ballot_sync(0xffffffffu, is_loaded)) * args.key_box_rows * columns *
+                      int(sizeof(Element));
     CUTE_NO_UNROLL
-    for (int piece = 0; piece < Traits::pieces; ++piece, state.advance()) {
+    for (; piece < Traits::pieces; piece += loading_warps, state = state.plus(loading_warps)) {
       producer_acquire(smem.ring, state);
-      if (piece == 0 && threadIdx.x % 32 == 0)
-        reinterpret_cast<uint2&>(smem.seen[state.stage]) = seen;
-      CUtensorMap const& map = piece == 0 ? args.k_map : args.v_map;
       std::uint64_t* full = &smem.ring.full[state.stage];
-      Element* tile = smem.pieces + state.stage * Traits::piece_elements;
+      Element* box =
+          smem.pieces + state.stage * Traits::piece_elements + lane * args.key_box_rows * columns;
+      if (span.misses_keys) clear_missing_box<block_n, columns>(box, span, args.key_box_rows);
+      if (lane == 0) {
+        if (piece == 0) reinterpret_cast<uint2&>(smem.seen[state.stage]) = seen;
+        FullBarrier::arrive_and_expect_tx(full, bytes);
+      }
+      __syncwarp();
+      CUtensorMap const& map = piece == 0 ? args.k_map : args.v_map;
       const int column = max(piece - 1, 0) * columns;
-      if (is_pair<Traits>(args)) {
-        const auto load_box = [&](Element* box, RowSpan const& rows) {
-          if (state.stage % 2 == rank_in_pair())
-            load_box_for_pair(map, full, box, rows, args.key_box_rows, column);
-        };
-        load_pages<block_n, columns>(full, tile, span, args.key_box_rows, load_box);
-      } else {
-        load_pages<block_n, columns>(map, full, tile, span, args.key_box_rows, columns, column);
+      if (!is_pair<Traits>(args)) {
+        if (is_loaded)
+          load_tile<block_n, columns>(map, full, box, own, columns, args.key_box_rows, column);
+      } else if (is_loaded && state.stage / loading_warps % 2 == rank_in_pair()) {
+        load_box_for_pair(map, full, box, own, args.key_box_rows, column);
       }
     }
+    piece -= Traits::pieces;
   }
 
   CUTE_DEVICE void run() {

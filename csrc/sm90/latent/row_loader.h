@@ -50,7 +50,7 @@ template <class Traits>
 struct RowLoader {
   using Element = typename Traits::Element;
   using Vector = uint128_t;
-  static constexpr int warps = Traits::block_n / 32;
+  static constexpr int warps = Traits::loading_warps;
   static constexpr int arrivals = warps * (32 + 1);  // of a piece: threads, and warps
   static constexpr int chunk = sizeof(Vector) / sizeof(Element);
   static constexpr int lanes_per_row = Traits::piece_columns / chunk;
@@ -92,14 +92,19 @@ struct RowLoader {
     for (int i = 0; i < atom_passes; ++i)
       targets[i] = smem.pieces +
                    typename Traits::PieceOffsets{}(half * 32 + row_of(i), column(), state.stage);
+    // Of no origin that the compiler knows: an address is then one instruction, not four.
+    const Vector* source = sources.data + first_column / chunk;
+    asm volatile("" : "+l"(source));
+    // A bit each, of which this lane's first is the lowest.
     const bool has_columns = first_column + column() < columns;
+    const unsigned copied = has_columns ? seen >> lane / lanes_per_row : 0;
     CUTE_UNROLL
     for (int pass = 0; pass < passes; ++pass) {
       Element* target =
           targets[pass % atom_passes] + pass / atom_passes * atom_rows * Traits::piece_columns;
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Vector>::copy(
-          sources.data[first_column / chunk + std::int64_t{sources.rows[pass]}],
-          *reinterpret_cast<Vector*>(target), has_columns && (seen >> row_of(pass) & 1) != 0);
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Vector>::copy(source[sources.rows[pass]],
+                                                    *reinterpret_cast<Vector*>(target),
+                                                    (copied & 1u << pass * rows_per_pass) != 0);
     }
     cutlass::arch::cpasync_barrier_arrive_noinc(&smem.ring.full[state.stage]);
     producer_commit(smem.ring, state);  // of what was stored

@@ -33,6 +33,8 @@ struct LatentTraits {
   // And that convert keys of e4m3.
   static constexpr bool is_e4m3 = reads_e4m3(config.features);
   static constexpr int converters = is_e4m3 ? 2 : 0;
+  // Warps that put keys into the ring.
+  static constexpr int loading_warps = is_e4m3 ? 4 * converters : 2;
   static constexpr int threads = warpgroup_threads * (1 + converters + consumers);
   static constexpr int launch_registers = launch_registers_of(threads);
   static constexpr int producer_registers = own.producer_registers;
