@@ -151,8 +151,7 @@ struct E4m3Loader {
 
   CUTE_DEVICE void run() {
     const int row = 8 * warp + lane / lanes_per_row;
-    const auto visit = [&](LatentItem const& item, KeyPlace const(&places)[1]) {
-      KeyPlace const& place = places[0];
+    const auto visit = [&](LatentItem const& item, KeyPlace const& place) {
       const Source source = source_of(item, place);
       float own_scales[scales];
       CUTE_UNROLL
@@ -167,7 +166,7 @@ struct E4m3Loader {
       seen = rows_of(place.exists());
     };
     const auto pause = [&] { finish(); };
-    for_each_block<Traits, 1>(args, smem, row, visit, pause);
+    for_each_block<Traits>(args, smem, row, visit, pause);
     finish();
   }
 };
