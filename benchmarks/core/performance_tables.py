@@ -248,7 +248,7 @@ LATENT = {
     "us": lambda row: three_digits(row["microseconds"]),
     "TB/s": lambda row: f"{row['terabytes_per_second']:.2f}",
     "TFLOP/s": lambda row: f"{row['tflops']:.0f}",
-    "/ FlashAttention-3": lambda row: f"{row['over_fa3']:.2f}",
+    "/ FlashAttention-3": lambda row: "" if (ratio := row["over_fa3"]) is None else f"{ratio:.2f}",
 }
 
 
