@@ -16,7 +16,10 @@ from .functorch import is_mapped
 from .interpret import check_holds, check_rules
 from .pieces import PIECE
 from .rules import tiles_of
-from .tensors import check_device, check_place, check_tensor
+from .tensors import as_index, check_device, check_dtype, check_place, check_tensor
+
+LIST_BLOCKS = (1, 8, 16, 32, 64, 128)  # keys that an entry of key_lists stands for
+LIST_QUERIES = (1, 64, 128)  # that have a list together
 
 
 class PairExtent(NamedTuple):
@@ -156,6 +159,17 @@ def check_block_size(block_size: Any) -> None:
             raise TypeError(f"block_size: must be two integers, got {block_size!r}")
         if size < 1 or size % PIECE != 0:
             raise ValueError(f"block_size: must be positive multiples of {PIECE}, got {block_size}")
+
+
+def check_key_lists(key_lists: Tensor, block: Any, queries: Any) -> None:
+    """Raise unless lists are int32 and of blocks and for queries of these numbers."""
+    check_dtype("key_lists", key_lists.dtype, (torch.int32,))
+    for name, number, allowed in (
+        ("key_list_block", block, LIST_BLOCKS),
+        ("key_list_queries", queries, LIST_QUERIES),
+    ):
+        if as_index(name, number) not in allowed:
+            raise ValueError(f"{name}: must be one of {allowed}, got {number}")
 
 
 def check_sparsity(sparsity: Any, name: str, extent: PairExtent, q: Tensor) -> None:

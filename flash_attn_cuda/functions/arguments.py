@@ -42,8 +42,12 @@ def of_lse_dtype(name: str, x: Any, q: Tensor, *, is_differentiable: bool = True
     return x.contiguous().detach()
 
 
-def add_lists(call: AttentionCall, key_lists: Any, key_list_block: Any) -> None:
-    """Lists of the keys that queries see."""
+def add_lists(
+    call: AttentionCall, key_lists: Any, key_list_block: Any, key_list_queries: Any = 1
+) -> None:
+    """Lists of the keys that queries see, in a call with a qv."""
+    if as_index("key_list_queries", key_list_queries) != 1:
+        raise NotImplementedError(f"key_list_queries: must be 1 with a qv, got {key_list_queries}")
     if key_lists is not None:
         check_tensor("key_lists", key_lists)
         call.key_lists = key_lists

@@ -12,7 +12,7 @@ from ..call.window import UNLIMITED, WindowSize, is_unlimited
 from .arguments import Result, of_lse_dtype
 from .attend import attend, attend_plainly, returned
 from .chunks import attend_in_chunks, check_chunk
-from .given_masks import Masks, add_masks
+from .given_masks import Masks, add_masks, given_lists
 from .relative_bias import add_relative_bias
 
 _KVPACKED_NAMES = Names(k="kv[:, :, 0]", v="kv[:, :, 1]")
@@ -39,6 +39,9 @@ def flash_attn_func(
     attention_chunk: int = 0,
     keep_rounding: bool = True,
     relative_bias: Tensor | None = None,
+    key_lists: Tensor | None = None,
+    key_list_block: int = 1,
+    key_list_queries: int = 1,
 ) -> Result:
     """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
 
@@ -91,6 +94,13 @@ def flash_attn_func(
             score + relative_bias[h, reach + d], where d is j - i - (seqlen_k - seqlen_q), or
             -reach or reach where it is beyond those. t5_relative_bias makes that of T5 models. Its
             memory grows with seqlen_q + seqlen_k. Not with a floating attn_mask.
+        key_lists: (batch, lists, heads_k, n), int32, with any strides: the blocks of keys that the
+            queries of a list see, those of all query heads that share the key head. Entry e stands
+            for keys e * key_list_block to (e + 1) * key_list_block - 1; what is no block of keys
+            for none. An entry that stands twice counts once. In each call a mask is made of them
+            (BlockSparsity.from_key_lists). Not with another mask.
+        key_list_block: 1, 8, 16, 32, 64 or 128.
+        key_list_queries: 1, 64 or 128: queries that have a list together, the last one's fewer.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, softmax_lse, S_dmask):
@@ -118,7 +128,8 @@ def flash_attn_func(
         attn_mask is None
         and block_mask is None
         and block_size is None
-        and sink is relative_bias is None
+        and sink is relative_bias is key_lists is None
+        and key_list_block == key_list_queries == 1
         and attention_chunk == 0
     ):
         return _attend(q, k, v, options, return_attn_probs, keep_rounding, NAMES)
@@ -126,7 +137,8 @@ def flash_attn_func(
     call = describe(q=q, k=k, v=v, **options_of(*options))
     if not keep_rounding:
         call.saves_memory = True
-    masks = Masks(attn_mask, block_mask, block_size)
+    lists = given_lists(key_lists, key_list_block, key_list_queries)
+    masks = Masks(attn_mask, block_mask, block_size, lists)
     if sink is not None:
         call.sink = of_lse_dtype("sink", sink, q)
     if masks.are_given():

@@ -11,10 +11,25 @@ from torch import Tensor
 
 from ..call.checks import check_call, extent_of
 from ..call.fields import AttentionCall
-from ..call.masks import PairExtent, check_attn_mask, check_blocks, check_sparsity
+from ..call.masks import (
+    PairExtent,
+    check_attn_mask,
+    check_blocks,
+    check_key_lists,
+    check_sparsity,
+)
+from ..call.tensors import check_place
 from ..masks.sparsity import BlockSparsity
 from ..operators.dtensor_import import is_dtensor
 from .arguments import cast_for_autocast, seqlen_bound
+
+
+class KeyLists(NamedTuple):
+    """Lists of blocks of keys, as a caller gave them."""
+
+    lists: Any
+    block: Any
+    queries: Any
 
 
 class Masks(NamedTuple):
@@ -23,12 +38,23 @@ class Masks(NamedTuple):
     attn_mask: Tensor | None
     block_mask: Any
     block_size: Any
+    key_lists: KeyLists | None = None
 
     def are_given(self) -> bool:
-        return not (self.attn_mask is None and self.block_mask is None and self.block_size is None)
+        return not (self.attn_mask is self.block_mask is self.block_size is self.key_lists is None)
 
     def is_dense_mask(self) -> bool:  # no property: torch 2.10 does not compile those of a tuple
         return isinstance(self.attn_mask, Tensor) and self.attn_mask.dtype == torch.bool
+
+
+def given_lists(key_lists: Any, block: Any, queries: Any) -> KeyLists | None:
+    """Raises where there are no lists but numbers for them."""
+    if key_lists is not None:
+        return KeyLists(key_lists, block, queries)
+    for name, number in (("key_list_block", block), ("key_list_queries", queries)):
+        if number != 1:
+            raise ValueError(f"key_lists: must be given with a {name} of {number}, got None")
+    return None
 
 
 def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -> None:
@@ -49,7 +75,10 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
         call.max_seqlen_k = _bound("max_seqlen_k", max_seqlens[1], masks, most_k, call.k)
     check_call(call, is_padded=False)
     extent = extent_of(call)
-    sparsity = _checked_sparsity(masks, sparsity, extent, call.q)
+    if masks.key_lists is not None:
+        sparsity = _sparsity_of_lists(call, masks.key_lists, extent)
+    else:
+        sparsity = _checked_sparsity(masks, sparsity, extent, call.q)
     if sparsity is not None:
         call.block_rows, call.block_columns = sparsity.rows, sparsity.columns
         call.mask_bits = sparsity.bits
@@ -61,6 +90,9 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:
     """A block_mask that knows its lengths, which are not checked; None for others."""
     block_mask = masks.block_mask
+    if masks.key_lists is not None and (block_mask is not None or masks.is_dense_mask()):
+        name = "attn_mask" if block_mask is None else "block_mask"
+        raise ValueError(f"{name}: must be no mask with key_lists, got a {name}")
     if block_mask is not None and masks.is_dense_mask():
         raise ValueError(
             "attn_mask, block_mask: must not both be masks, got a bool attn_mask and a block_mask"
@@ -104,6 +136,40 @@ def _checked_sparsity(
     return given
 
 
+def _sparsity_of_lists(call: AttentionCall, given: KeyLists, extent: PairExtent) -> BlockSparsity:
+    """That of every query head. Of packed sequences a query has a list of its own."""
+    lists, heads_k = given.lists, call.heads_k()
+    check_place("key_lists", lists, torch.int32, call.q)
+    check_key_lists(lists, given.block, given.queries)
+    if is_dtensor(lists) or is_dtensor(call.q):
+        raise NotImplementedError("key_lists: must be no DTensor, nor q one, without a qv")
+    if extent.is_packed and given.queries != 1:
+        raise NotImplementedError(
+            f"key_list_queries: must be 1 with cu_seqlens_q, got {given.queries}"
+        )
+    of_queries: tuple[int, ...] = (extent.batch, -(-extent.seqlen_q // given.queries))
+    if extent.is_packed:
+        of_queries = (call.q.shape[0],)
+    if tuple(lists.shape[:-1]) != (*of_queries, heads_k):
+        shape = ", ".join(map(str, (*of_queries, heads_k, "n")))
+        raise ValueError(
+            f"key_lists: must have shape ({shape}), a list for {given.queries} of q's queries and "
+            f"every head of k, got {tuple(lists.shape)}"
+        )
+    if extent.is_packed:
+        assert call.cu_seqlens_q is not None
+        place = torch.arange(extent.seqlen_q, device=lists.device)
+        row = (call.cu_seqlens_q[:-1, None] + place).clamp(max=max(lists.shape[0] - 1, 0))
+        if lists.shape[0] == 0:
+            lists = lists.new_full((1, *lists.shape[1:]), -1)
+        lists = lists[row]
+    if heads_k > 1:
+        lists = lists.repeat_interleave(extent.heads_q // heads_k, 2)
+    return BlockSparsity.from_key_lists(
+        lists, given.block, extent.seqlen_q, extent.seqlen_k, key_list_queries=given.queries
+    )
+
+
 def _local(name: str, mask: Tensor) -> Tensor:
     """A mask of booleans, of a DTensor this rank's shard."""
     if not is_dtensor(mask):
@@ -136,8 +202,8 @@ def _bias_of(attn_mask: Any, extent: PairExtent, q: Tensor) -> Tensor | None:
 def _bound(name: str, max_seqlen: Any, masks: Masks, of_mask: int | None, x: Tensor) -> int:
     """A bound of the lengths: an integer that was given, else what the mask was made for."""
     if max_seqlen is None or isinstance(max_seqlen, Tensor):
-        for mask in ("attn_mask", "block_mask"):
-            if isinstance(getattr(masks, mask), Tensor):
+        for mask in ("attn_mask", "block_mask", "key_lists"):
+            if isinstance(getattr(masks, mask), (Tensor, KeyLists)):
                 kind = type(max_seqlen).__name__
                 raise TypeError(f"{name}: must be an integer with a tensor {mask}, got {kind}")
         if of_mask is not None:

@@ -21,7 +21,7 @@ from ..call.window import UNLIMITED, WindowSize
 from .arguments import Result, add_lists, of_lse_dtype, packed_lengths
 from .attend import attend, returned
 from .chunks import attend_in_chunks, check_chunk
-from .given_masks import Masks, add_masks
+from .given_masks import Masks, add_masks, given_lists
 from .relative_bias import add_relative_bias
 
 _KVPACKED_NAMES = Names(k="kv[:, 0]", v="kv[:, 1]")
@@ -69,6 +69,7 @@ def flash_attn_varlen_func(
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
     values_include_rope: bool = False,
+    key_list_queries: int = 1,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -122,9 +123,11 @@ def flash_attn_varlen_func(
         v_descale: the same of v.
         q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
         keep_rounding: as in flash_attn_func.
-        key_lists: (total_q, heads_k, n), int32, as in flash_attn_with_kvcache: the keys that a
-            query sees, in a call with a qv.
-        key_list_block: keys that an entry stands for: 1.
+        key_lists: (total_q, heads_k, n), int32: the keys that a query sees, as in flash_attn_func,
+            and with a qv as in flash_attn_with_kvcache. Without one max_seqlen_q and max_seqlen_k
+            must be integers.
+        key_list_block: as in flash_attn_func; with a qv 1.
+        key_list_queries: 1.
         relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
             max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
         values_include_rope: as in flash_attn_with_kvcache.
@@ -146,8 +149,8 @@ def flash_attn_varlen_func(
             float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
             attn_mask or a block_mask; there is a qv, and an input requires grad while gradients are
             enabled or has a forward-mode gradient, or there is dropout, an attn_mask, a block_mask
-            or alibi_slopes, or k is of float8_e4m3fn; there are key_lists without a qv or with an
-            attention_chunk, or a key_list_block that is not 1.
+            or alibi_slopes, or k is of float8_e4m3fn; there are key_lists with a qv and an
+            attention_chunk or a key_list_block that is not 1, or a key_list_queries that is not 1.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -175,9 +178,14 @@ def flash_attn_varlen_func(
         check_tensor("v", v)
         add_scales(call, NAMES, q_descale, k_descale, v_descale, out=out)
         refuse_forward_gradients(sink=sink)
-    if not (attn_mask is None and block_mask is None and block_size is None and sink is None):
+    has_lists = key_lists is not None or not key_list_block == key_list_queries == 1
+    has_masks = not (attn_mask is block_mask is block_size is None)
+    if has_masks or sink is not None or has_lists:
         call.sink = of_lse_dtype("sink", sink, call.q)
-        masks = Masks(attn_mask, block_mask, block_size)
+        lists = None
+        if has_lists and qv is None:
+            lists = given_lists(key_lists, key_list_block, key_list_queries)
+        masks = Masks(attn_mask, block_mask, block_size, lists)
         if masks.are_given():
             add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
     if relative_bias is not None:
@@ -187,8 +195,8 @@ def flash_attn_varlen_func(
         refuse_gradients(f"as attention with qv {NO_BACKWARD}", q=q, k=k, v=v, qv=qv, sink=sink)
     if values_include_rope:
         call.values_include_rope = True
-    if key_lists is not None or key_list_block != 1:
-        add_lists(call, key_lists, key_list_block)
+    if has_lists and qv is not None:
+        add_lists(call, key_lists, key_list_block, key_list_queries)
     if not keep_rounding:
         call.saves_memory = True
     if out is not None:

@@ -122,6 +122,30 @@ def pieces_of_blocks(
     return blocks
 
 
+def listed_blocks(key_lists: Tensor, blocks: int) -> Tensor:
+    """Which of so many blocks lists (..., n) name, bool (..., blocks); what is none of them is not
+    listed.
+    """
+    is_block = (key_lists >= 0) & (key_lists < blocks)
+    listed = key_lists.new_zeros((*key_lists.shape[:-1], blocks + 1), dtype=torch.bool)
+    return listed.scatter(-1, torch.where(is_block, key_lists, blocks).long(), True)[..., :blocks]
+
+
+def bits_of_lists(
+    key_lists: Tensor, queries: int, block: int, seqlen_q: int, seqlen_k: int
+) -> Tensor:
+    """pack() of what lists (B, lists of so many queries each, H, n) of blocks of keys name."""
+
+    def rows_of(first: int, last: int) -> Tensor:
+        row = torch.arange(first, last, device=key_lists.device) // queries
+        lists = key_lists.index_select(1, row).transpose(1, 2)
+        listed = listed_blocks(lists, -(-seqlen_k // block))
+        return listed.repeat_interleave(block, -1)[..., :seqlen_k]
+
+    batch_and_heads = (key_lists.shape[0], key_lists.shape[2])
+    return pack_rows(rows_of, batch_and_heads, seqlen_q, seqlen_k)
+
+
 def by_pair(pieces: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """(B, H, seqlen_q, seqlen_k) of (B, H, pieces of queries, pieces of keys)."""
     keys = pieces.repeat_interleave(PIECE, -1)[..., :seqlen_k]

@@ -12,11 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..call.masks import check_key_lists
 from ..call.pieces import HIDDEN, PARTIAL, PIECE, VISIBLE, pieces_of
 from ..call.rules import tiles_of
 from ..call.tensors import check_tensor
 from .lists import (
+    bits_of_lists,
     by_pair,
+    listed_blocks,
     lists_of_pieces,
     pack_rows,
     pieces_of_bits,
@@ -230,6 +233,50 @@ class BlockSparsity:
         made = sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
         return made if device is None else made.to(device)
 
+    @staticmethod
+    def from_key_lists(
+        key_lists: Tensor,
+        key_list_block: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        key_list_queries: int = 1,
+    ) -> BlockSparsity:
+        """Of lists of the blocks of keys that queries see. Without bits where a list is of 64 or
+        128 queries and its blocks of 64 or 128 keys.
+
+        Args:
+            key_lists: int32 (batch or 1, lists, heads or 1, n), with any strides. Entry e stands
+                for keys e * key_list_block to (e + 1) * key_list_block - 1, and what is no block
+                of keys for none. Twice is once.
+            key_list_block: 1, 8, 16, 32, 64 or 128.
+            key_list_queries: 1, 64 or 128: queries of a list, of which there are as many as that
+                takes.
+
+        Raises:
+            TypeError: key_lists is no int32 tensor; a number is no integer.
+            ValueError: another shape or number.
+        """
+        check_tensor("key_lists", key_lists)
+        _check_seqlen("seqlen_q", seqlen_q)
+        _check_seqlen("seqlen_k", seqlen_k)
+        check_key_lists(key_lists, key_list_block, key_list_queries)
+        lists = -(-seqlen_q // key_list_queries)
+        if key_lists.dim() != 4 or key_lists.shape[1] != lists:
+            raise ValueError(
+                f"key_lists: must have shape (batch or 1, {lists}, heads or 1, n) for {seqlen_q} "
+                f"queries, {key_list_queries} a list, got {tuple(key_lists.shape)}"
+            )
+        bits = None
+        if key_list_queries % PIECE == key_list_block % PIECE == 0:
+            listed = listed_blocks(key_lists.transpose(1, 2), -(-seqlen_k // key_list_block))
+            size = (key_list_queries, key_list_block)
+            pieces = pieces_of_blocks(listed, size, seqlen_q, seqlen_k).to(torch.uint8) * VISIBLE
+        else:
+            bits = bits_of_lists(key_lists, key_list_queries, key_list_block, seqlen_q, seqlen_k)
+            pieces = pieces_of_bits(bits, seqlen_q, seqlen_k)
+        return sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
+
     # -- reading one -------------------------------------------------------------------------------
 
     def pieces(self) -> Tensor:
@@ -315,10 +362,7 @@ def _listed_pieces(
             f"got {tuple(counts.shape)}"
         )
     place = torch.arange(indices.shape[-1], device=indices.device)
-    is_block = (place < counts.unsqueeze(-1)) & (indices >= 0) & (indices < blocks_k)
-    listed = torch.zeros(*counts.shape, blocks_k + 1, dtype=torch.bool, device=indices.device)
-    listed = listed.scatter(-1, torch.where(is_block, indices, blocks_k).long(), True)
-    listed = listed[..., :blocks_k]
+    listed = listed_blocks(indices.masked_fill(place >= counts.unsqueeze(-1), -1), blocks_k)
     listed = listed[(None,) * (4 - listed.dim())]
     return pieces_of_blocks(listed, size, seqlen_q, seqlen_k)
 

@@ -19,15 +19,21 @@ OWN = tuple("".join(x) for x in product(("", "b"), ("", "h"), ("", "q")))
 
 @dataclass(frozen=True)
 class RandomMask:
-    """Blocks, or pairs where `size` is 1, that are visible with probability `density`."""
+    """Blocks, or pairs where `size` is 1, that are visible with probability `density`.
+
+    With "key_lists" blocks are of keys alone, `queries` have a list, and key heads their own.
+    """
 
     density: float = 0.3
     size: int = 1
     own: str = "q"
-    given: str = "attn_mask"  # or "sparsity", a BlockSparsity, or "blocks", with a block_size
+    given: str = "attn_mask"  # or "sparsity", a BlockSparsity, "blocks", with a block_size, or
+    # "key_lists"
+    queries: int = 1
 
     def __str__(self) -> str:
-        return f"mask{self.density:g}of{self.size}{self.own}-{self.given}"
+        given = self.given + (f"{self.queries}" if self.queries > 1 else "")
+        return f"mask{self.density:g}of{self.size}{self.own}-{given}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class MaskedInputs:
 
     of: Any  # AttentionInputs or VarlenInputs
     mask: Tensor | None  # bool, True visible
-    blocks: Tensor | None  # bool, the blocks that the mask consists of
+    blocks: Tensor | None  # bool, the blocks that the mask consists of; of key heads for lists
     bias: Tensor | None
     sink: Tensor | None
     relative_bias: Tensor | None = None
@@ -100,11 +106,17 @@ class MaskedCase:
         mask = blocks = bias = sink = relative_bias = None
         seqlen_q, seqlen_k = self.seqlens
         if self.mask is not None:
-            size = self.mask.size
-            shape = self._shape(self.mask.own, -(-seqlen_q // size), -(-seqlen_k // size))
+            size, are_lists = self.mask.size, self.mask.given == "key_lists"
+            rows = self.mask.queries if are_lists else size
+            shape = self._shape(self.mask.own, -(-seqlen_q // rows), -(-seqlen_k // size))
+            if are_lists and shape[1] > 1:
+                shape = (shape[0], self.of.num_heads_k, *shape[2:])
             blocks = torch.rand(shape, generator=generator, device=self.of.device)
             blocks = blocks < self.mask.density
-            mask = expand_blocks(blocks, size, seqlen_q, seqlen_k)
+            of_heads = blocks
+            if 1 < shape[1] < self.of.num_heads_q:
+                of_heads = blocks.repeat_interleave(self.of.num_heads_q // shape[1], 1)
+            mask = expand_blocks(of_heads, (rows, size), seqlen_q, seqlen_k)
         if self.bias is not None:
             shape = self._shape(self.bias.own, seqlen_q, seqlen_k)
             if self.bias.reach is not None:
@@ -148,11 +160,33 @@ class MaskedCase:
         elif self.mask.given == "sparsity":
             made = BlockSparsity.from_mask(inputs.mask, seqlen_q=seqlens[0])
             arguments["block_mask"] = made
+        elif self.mask.given == "key_lists":
+            arguments["key_lists"] = self._lists(inputs.blocks)
+            arguments["key_list_block"] = self.mask.size
+            arguments["key_list_queries"] = self.mask.queries
         else:
             rows = -(-seqlens[0] // self.mask.size)
             arguments["block_mask"] = inputs.blocks.expand(-1, -1, rows, -1)
             arguments["block_size"] = (self.mask.size, self.mask.size)
         return arguments
+
+    def _lists(self, blocks: Tensor) -> Tensor:
+        """key_lists of blocks, in no order, with one twice, none between them and others than
+        there are.
+        """
+        rows = -(-self.seqlens[0] // self.mask.queries)
+        shape = (self.of.batch, self.of.num_heads_k, rows, blocks.shape[-1])
+        number = torch.arange(shape[-1], device=blocks.device)
+        entries = torch.where(blocks.expand(shape), number, -1).int()
+        strange = entries.new_tensor([shape[-1], 1 << 30, -(1 << 30)]).expand(*shape[:3], 3)
+        entries = torch.cat([strange, entries.flip(-1), entries[..., :1]], -1).transpose(1, 2)
+        if isinstance(self.of, AttentionCase):
+            return entries
+        lists = [entries[i, :n] for i, n in enumerate(self.of.lengths_q)]
+        total = entries.new_full((self.of.total_q, *entries.shape[2:]), 0)
+        packed = torch.cat(lists)
+        total[: packed.shape[0]] = packed
+        return total
 
     def visible(self, inputs: MaskedInputs) -> Tensor | None:
         """The mask, and chunks."""
@@ -186,12 +220,10 @@ def chunk_masks(
     return torch.stack(masks)[:, None]
 
 
-def expand_blocks(blocks: Tensor, size: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+def expand_blocks(blocks: Tensor, size: tuple[int, int], seqlen_q: int, seqlen_k: int) -> Tensor:
     """Pairs of blocks (B|1, Hq|1, blocks of queries or 1, blocks of keys)."""
-    if size == 1:
-        return blocks
-    columns = blocks.repeat_interleave(size, -1)[..., :seqlen_k]
-    return columns.repeat_interleave(size, -2)[..., : 1 if blocks.shape[2] == 1 else seqlen_q, :]
+    columns = blocks.repeat_interleave(size[1], -1)[..., :seqlen_k]
+    return columns.repeat_interleave(size[0], -2)[..., : 1 if blocks.shape[2] == 1 else seqlen_q, :]
 
 
 def masked_dense(

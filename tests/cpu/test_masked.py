@@ -59,6 +59,50 @@ def test_masks(size: int, own: str) -> None:
         check(masked_dense(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **BASE))
 
 
+LISTS = [(1, 1), (8, 1), (32, 64), (64, 1), (64, 64), (128, 128), (16, 128)]
+
+
+@pytest.mark.parametrize(("block", "queries"), LISTS)
+@pytest.mark.parametrize("own", ["bhq", "h", "bq"])
+def test_key_lists(block: int, queries: int, own: str) -> None:
+    mask = RandomMask(0.3, block, own, "key_lists", queries)
+    check(masked_dense(mask, seqlen_q=150, seqlen_k=201, causal=own == "bq", **BASE))
+    check(masked_dense(mask, seqlen_q=0, seqlen_k=70, **BASE))
+    if queries == 1:
+        lengths = {"lengths_q": (33, 0, 70), "lengths_k": (130, 5, 64), "used_k": (100, 5, 0)}
+        check(masked_varlen(mask, **lengths, **BASE | {"window": (60, -1)}))
+
+
+def test_lists_without_entries() -> None:
+    q, k = torch.randn(2, 70, 4, 8), torch.randn(2, 90, 2, 8)
+    lists = torch.empty(2, 70, 2, 0, dtype=torch.int32)
+    out, lse, _ = flash_attn_func(q, k, k, key_lists=lists, return_attn_probs=True)
+    assert out.eq(0).all() and lse.eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"key_lists": [0]}, TypeError, "key_lists: must be a torch.Tensor, got list"),
+        ({"key_lists": torch.zeros(2, 70, 2, 3).long()}, TypeError, "key_lists: dtype must be "),
+        ({"key_lists": torch.zeros(2, 70, 4, 3).int()}, ValueError,
+         r"key_lists: must have shape \(2, 70, 2, n\), .*, got \(2, 70, 4, 3\)"),
+        ({"key_list_queries": 64}, ValueError, r"key_lists: must have shape \(2, 2, 2, n\)"),
+        ({"key_list_block": 24}, ValueError, r"key_list_block: must be one of \(1, 8, .*, got 24"),
+        ({"key_list_queries": 2}, ValueError, r"key_list_queries: must be one of .*, got 2"),
+        ({"key_list_block": 8.0}, TypeError, "key_list_block: must be an integer, got float"),
+        ({"key_lists": None, "key_list_block": 64}, ValueError,
+         "key_lists: must be given with a key_list_block of 64, got None"),
+        ({"attn_mask": torch.ones(70, 90) > 0}, ValueError, "attn_mask: must be no mask with "),
+    ],
+)  # fmt: skip
+def test_bad_key_lists(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    q, k = torch.randn(2, 70, 4, 8), torch.randn(2, 90, 2, 8)
+    lists = {"key_lists": torch.zeros(2, 70, 2, 3, dtype=torch.int32)}
+    with pytest.raises(error, match=f"^{message}"):
+        flash_attn_func(q, k, k, **lists | given)
+
+
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
 @pytest.mark.parametrize("sink", [None, torch.float64], ids=["no_sink", "sink"])
 def test_densities(density: float, sink: torch.dtype | None) -> None:
@@ -273,6 +317,7 @@ FEATURES = {
     "mask": [
         *(None, RandomMask(0.5, 1, "q"), RandomMask(0.3, 1, "bhq"), RandomMask(0.5, 64, "hq")),
         *(RandomMask(0.5, 1, "b"), RandomMask(0.6, 128, "bq", "blocks")),
+        RandomMask(0.4, 16, "bhq", "key_lists"),
     ],
     "bias": [
         *(None, RandomBias("bhq"), RandomBias("h"), RandomBias("q", hidden=0.3)),

@@ -154,11 +154,12 @@ class Draw:
                 (
                     *((1, "attn_mask"), (1, "sparsity"), (64, "sparsity"), (128, "sparsity")),
                     *((64, "blocks"), (128, "blocks")),
+                    *((1, "key_lists"), (16, "key_lists"), (64, "key_lists"), (128, "key_lists")),
                 )
             )
-            mask = RandomMask(
-                self.rng.choice((0.0, 0.05, 0.5, 1.0)), size, self.rng.choice(OWN), given
-            )
+            share = self.rng.choice((0.0, 0.05, 0.5, 1.0))
+            queries = self.rng.choice((1, 1, 64, 128)) if isinstance(of, AttentionCase) else 1
+            mask = RandomMask(share, size, self.rng.choice(OWN), given, queries)
         if is_small and self.chance(0.1) and (mask is None or mask.given != "attn_mask"):
             hidden = self.rng.choice((0.0, 0.0, 0.3))
             bias = RandomBias(

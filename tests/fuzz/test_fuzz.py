@@ -59,7 +59,8 @@ def test_draws_reach_every_feature() -> None:
         assert any(x.bias and x.bias.reach for x in cases)
         of = [x.of for x in cases]
         assert constant(cases) == set() and constant(of) == {"device"}
-        assert {x.mask.given for x in cases if x.mask} == {"attn_mask", "sparsity", "blocks"}
+        given = {"attn_mask", "sparsity", "blocks", "key_lists"}
+        assert {x.mask.given for x in cases if x.mask} == given
         assert any(x.bias is not None and not x.bias.requires_grad for x in cases)
         assert len({x.window for x in of}) > 10
     assert len({x.of.layout for x in drawn["dense"]}) > 8

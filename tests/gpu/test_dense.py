@@ -229,6 +229,14 @@ MASKS: dict[str, list[Call]] = {
             for given, size in (("attn_mask", 1), ("sparsity", 64), ("blocks", 128)) for own in OWN
         ],
     ),
+    "lists": grid(
+        batch=2, lengths=[(200, 333), (130, 70)], heads=[(4, 2), (8, 1)], head_dim=[64, 128],
+        of=[
+            {"mask": RandomMask(0.4, block, "bhq", "key_lists", queries), "causal": causal}
+            for block, queries, causal in
+            ((1, 1, False), (16, 1, True), (64, 1, False), (64, 64, True), (128, 64, False))
+        ],
+    ),
     "head dims": grid(
         batch=1, lengths=(211, 300), num_heads_k=2,
         head_dim=[8, 32, 40, 59, 72, 96, 111, 160, 192, 200, 256, 512],

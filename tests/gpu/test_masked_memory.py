@@ -53,7 +53,7 @@ def test_tiles_that_nobody_visits_are_not_read(head_dim: int, causal: bool) -> N
     inputs = inputs_of(case)
     inputs.blocks[0, :2, :, 1] = False  # of the query heads of key head 0
     inputs.blocks[1, :, :, 3] = False
-    inputs = replace(inputs, mask=expand_blocks(inputs.blocks, 128, 500, 500))
+    inputs = replace(inputs, mask=expand_blocks(inputs.blocks, (128, 128), 500, 500))
     expected, naive = masked_reference(case, inputs)
     for x in (inputs.of.k, inputs.of.v):
         x[0, 128:256, 0] = torch.nan
@@ -71,7 +71,7 @@ def test_queries_that_visit_no_tile_are_not_read_for_it(head_dim: int) -> None:
     inputs = inputs_of(case)
     inputs.blocks[..., 3, 1:] = False
     inputs.blocks[..., :3, 0] = False
-    inputs = replace(inputs, mask=expand_blocks(inputs.blocks, 128, 400, 400))
+    inputs = replace(inputs, mask=expand_blocks(inputs.blocks, (128, 128), 400, 400))
     expected, naive = masked_reference(case, inputs)
     for x in (inputs.of.q, inputs.of.dout):
         x[:, 384:] = torch.nan

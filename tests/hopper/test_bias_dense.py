@@ -173,7 +173,7 @@ def test_minus_infinity_hides_tiles(size: int, head_dim: int) -> None:
     blocks[0, 2, 1] = False
     blocks[0, 3] = False
     blocks[0, 3, :, 1] = True
-    hidden = ~expand_blocks(blocks, size, 330, 400)
+    hidden = ~expand_blocks(blocks, (size, size), 330, 400)
     causal = replace(case, of=replace(case.of, causal=True), sink=torch.float32)
     for one in (case, causal):
         dirty = with_bias(one.make_inputs(), inputs.bias.masked_fill(hidden, -torch.inf))

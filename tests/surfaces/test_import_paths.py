@@ -15,7 +15,7 @@ MODULES = {
     "context_parallel": "Band ContextParallel Piece Plan",
     "cpu": "Tiling backward_on_cpu combine forward_on_cpu",
     "integrations.vllm": "flash_attn_varlen_func get_scheduler_metadata",
-    "masks": "bigbird dilated document prefix_lm sliding_window strided",
+    "masks": "bigbird dilated document nsa_key_lists prefix_lm sliding_window strided",
     "masks.sparsity": "BlockSparsity",
     "padding": "index_first_axis index_put_first_axis pad_input unpad_input",
     "rotary": "apply_rotary_emb apply_rotary_emb_func",
