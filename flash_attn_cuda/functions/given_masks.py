@@ -163,11 +163,16 @@ def _sparsity_of_lists(call: AttentionCall, given: KeyLists, extent: PairExtent)
         if lists.shape[0] == 0:
             lists = lists.new_full((1, *lists.shape[1:]), -1)
         lists = lists[row]
-    if heads_k > 1:
-        lists = lists.repeat_interleave(extent.heads_q // heads_k, 2)
-    return BlockSparsity.from_key_lists(
-        lists, given.block, extent.seqlen_q, extent.seqlen_k, key_list_queries=given.queries
+    seqlens = extent.seqlen_q, extent.seqlen_k
+    made = BlockSparsity.from_key_lists(
+        lists, given.block, *seqlens, key_list_queries=given.queries
     )
+    if heads_k in (1, extent.heads_q):
+        return made
+    group = extent.heads_q // heads_k
+    rows, columns = (x.repeat_interleave(group, 1) for x in (made.rows, made.columns))
+    bits = None if made.bits is None else made.bits.repeat_interleave(group, 1)
+    return BlockSparsity(*seqlens, rows, columns, bits)
 
 
 def _local(name: str, mask: Tensor) -> Tensor:

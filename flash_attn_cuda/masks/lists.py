@@ -135,12 +135,20 @@ def bits_of_lists(
     key_lists: Tensor, queries: int, block: int, seqlen_q: int, seqlen_k: int
 ) -> Tensor:
     """pack() of what lists (B, lists of so many queries each, H, n) of blocks of keys name."""
+    blocks = -(-seqlen_k // block)
+    if block % PIECE == 0 and key_lists.shape[0] * key_lists.shape[2] * seqlen_q * seqlen_k > 0:
+        row = torch.arange(seqlen_q, device=key_lists.device) // queries
+        listed = listed_blocks(key_lists.transpose(1, 2), blocks).index_select(2, row)
+        words = listed.repeat_interleave(block // PIECE, -1)  # a piece's share of a row each
+        count = 2 * tiles_of(seqlen_k)
+        words = pad(words[..., :count], (0, max(0, count - words.shape[-1])))
+        ones = torch.ones(1, seqlen_k, dtype=torch.bool, device=key_lists.device)
+        return torch.where(words, pack(ones).view(torch.int64), 0).view(torch.int32)
 
     def rows_of(first: int, last: int) -> Tensor:
         row = torch.arange(first, last, device=key_lists.device) // queries
         lists = key_lists.index_select(1, row).transpose(1, 2)
-        listed = listed_blocks(lists, -(-seqlen_k // block))
-        return listed.repeat_interleave(block, -1)[..., :seqlen_k]
+        return listed_blocks(lists, blocks).repeat_interleave(block, -1)[..., :seqlen_k]
 
     batch_and_heads = (key_lists.shape[0], key_lists.shape[2])
     return pack_rows(rows_of, batch_and_heads, seqlen_q, seqlen_k)
