@@ -154,7 +154,8 @@ def _best(
     parts = []
     for begin in range(0, max(1, seqlen_q), max(1, step)):
         rows = slice(begin, begin + step)
-        found = scores_of(rows, position[rows]).topk(min(top_k, blocks), -1)
+        with torch.autocast(q.device.type, enabled=False):
+            found = scores_of(rows, position[rows]).topk(min(top_k, blocks), -1)
         parts.append(found.indices.int().masked_fill(found.values == -math.inf, -1))
     lists = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return torch.nn.functional.pad(lists, (0, top_k - lists.shape[-1]), value=-1)

@@ -68,6 +68,12 @@ def test_nsa(top_k: int, initial: int, local: int) -> None:
     check(lists, expected, top_k)
 
 
+def test_autocast_does_not_round_scores() -> None:
+    exact = masks.moba_key_lists(Q, K, key_list_block=1, top_k=9)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(exact, masks.moba_key_lists(Q, K, key_list_block=1, top_k=9))
+
+
 def test_attention_over_all_that_is_chosen_is_causal_attention() -> None:
     lists = masks.moba_key_lists(Q, K, key_list_block=8, top_k=7)
     out = flash_attn_func(Q, K, K, causal=True, key_lists=lists, key_list_block=8)
