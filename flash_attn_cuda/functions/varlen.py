@@ -68,8 +68,8 @@ def flash_attn_varlen_func(
     relative_bias: Tensor | None = None,
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
-    values_include_rope: bool = False,
     key_list_queries: int = 1,
+    values_include_rope: bool = False,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 

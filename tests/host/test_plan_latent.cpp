@@ -67,7 +67,9 @@ TEST(tiles_of_the_same_keys_are_in_pairs_where_those_of_every_sequence_are_even_
   CHECK(are_paired(latent_call(5, 16), pages(64)));
   CHECK(!are_paired(latent_call(3, 64), nothing));
   CHECK(!are_paired(latent_call(1, 16), nothing));
-  CHECK(!are_paired(latent_call(1, 128), pages(20)));
+  // Copied row by row.
+  CHECK(are_paired(latent_call(1, 128), pages(20)));
+  CHECK(are_paired(latent_call(3, 128), [](ForwardParams& params) { params.keys_per_list = 64; }));
   const auto packed = [](ForwardParams& params) { params.sequences.cu_seqlens_q = &some_int; };
   CHECK(are_paired(latent_call(1, 128), both(packed, pages(64))));
   CHECK(!are_paired(latent_call(4, 64), both(packed, pages(64))));
