@@ -98,7 +98,7 @@ def flash_attn_func(
             queries of a list see, those of all query heads that share the key head. Entry e stands
             for keys e * key_list_block to (e + 1) * key_list_block - 1; what is no block of keys
             for none. An entry that stands twice counts once. In each call a mask is made of them
-            (BlockSparsity.from_key_lists). Not with another mask.
+            (BlockSparsity.from_key_lists). With another mask a query sees what both show.
         key_list_block: 1, 8, 16, 32, 64 or 128.
         key_list_queries: 1, 64 or 128: queries that have a list together, the last one's fewer.
 

@@ -19,7 +19,8 @@ from ..call.masks import (
     check_sparsity,
 )
 from ..call.tensors import check_place
-from ..masks.sparsity import BlockSparsity
+from ..masks.lists import intersection
+from ..masks.sparsity import BlockSparsity, sparsity_of_pieces
 from ..operators.dtensor_import import is_dtensor
 from .arguments import cast_for_autocast, seqlen_bound
 
@@ -75,10 +76,9 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
         call.max_seqlen_k = _bound("max_seqlen_k", max_seqlens[1], masks, most_k, call.k)
     check_call(call, is_padded=False)
     extent = extent_of(call)
+    sparsity = _checked_sparsity(masks, sparsity, extent, call.q)
     if masks.key_lists is not None:
-        sparsity = _sparsity_of_lists(call, masks.key_lists, extent)
-    else:
-        sparsity = _checked_sparsity(masks, sparsity, extent, call.q)
+        sparsity = _with_lists(call, masks.key_lists, extent, sparsity)
     if sparsity is not None:
         call.block_rows, call.block_columns = sparsity.rows, sparsity.columns
         call.mask_bits = sparsity.bits
@@ -90,9 +90,6 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:
     """A block_mask that knows its lengths, which are not checked; None for others."""
     block_mask = masks.block_mask
-    if masks.key_lists is not None and (block_mask is not None or masks.is_dense_mask()):
-        name = "attn_mask" if block_mask is None else "block_mask"
-        raise ValueError(f"{name}: must be no mask with key_lists, got a {name}")
     if block_mask is not None and masks.is_dense_mask():
         raise ValueError(
             "attn_mask, block_mask: must not both be masks, got a bool attn_mask and a block_mask"
@@ -136,9 +133,16 @@ def _checked_sparsity(
     return given
 
 
-def _sparsity_of_lists(call: AttentionCall, given: KeyLists, extent: PairExtent) -> BlockSparsity:
-    """That of every query head. Of packed sequences a query has a list of its own."""
+def _with_lists(
+    call: AttentionCall, given: KeyLists, extent: PairExtent, other: BlockSparsity | None
+) -> BlockSparsity:
+    """What lists show, and another mask if there is one, whose lengths are the call's or, of packed
+    sequences, more. Of those a query has a list of its own.
+    """
     lists, heads_k = given.lists, call.heads_k()
+    seqlen_q, seqlen_k = extent.seqlen_q, extent.seqlen_k
+    if other is not None:
+        seqlen_q, seqlen_k = other.seqlen_q, other.seqlen_k
     check_place("key_lists", lists, torch.int32, call.q)
     check_key_lists(lists, given.block, given.queries)
     if is_dtensor(lists) or is_dtensor(call.q):
@@ -147,7 +151,7 @@ def _sparsity_of_lists(call: AttentionCall, given: KeyLists, extent: PairExtent)
         raise NotImplementedError(
             f"key_list_queries: must be 1 with cu_seqlens_q, got {given.queries}"
         )
-    of_queries: tuple[int, ...] = (extent.batch, -(-extent.seqlen_q // given.queries))
+    of_queries: tuple[int, ...] = (extent.batch, -(-seqlen_q // given.queries))
     if extent.is_packed:
         of_queries = (call.q.shape[0],)
     if tuple(lists.shape[:-1]) != (*of_queries, heads_k):
@@ -158,21 +162,24 @@ def _sparsity_of_lists(call: AttentionCall, given: KeyLists, extent: PairExtent)
         )
     if extent.is_packed:
         assert call.cu_seqlens_q is not None
-        place = torch.arange(extent.seqlen_q, device=lists.device)
+        place = torch.arange(seqlen_q, device=lists.device)
         row = (call.cu_seqlens_q[:-1, None] + place).clamp(max=max(lists.shape[0] - 1, 0))
         if lists.shape[0] == 0:
             lists = lists.new_full((1, *lists.shape[1:]), -1)
         lists = lists[row]
-    seqlens = extent.seqlen_q, extent.seqlen_k
     made = BlockSparsity.from_key_lists(
-        lists, given.block, *seqlens, key_list_queries=given.queries
+        lists, given.block, seqlen_q, seqlen_k, key_list_queries=given.queries
     )
-    if heads_k in (1, extent.heads_q):
+    if heads_k not in (1, extent.heads_q):
+        group = extent.heads_q // heads_k
+        rows, columns = (x.repeat_interleave(group, 1) for x in (made.rows, made.columns))
+        bits = None if made.bits is None else made.bits.repeat_interleave(group, 1)
+        made = BlockSparsity(seqlen_q, seqlen_k, rows, columns, bits)
+    if other is None:
         return made
-    group = extent.heads_q // heads_k
-    rows, columns = (x.repeat_interleave(group, 1) for x in (made.rows, made.columns))
-    bits = None if made.bits is None else made.bits.repeat_interleave(group, 1)
-    return BlockSparsity(*seqlens, rows, columns, bits)
+    pieces, bits = intersection((made.pieces(), made.bits), (other.pieces(), other.bits))
+    bits = None if bits is None else bits.contiguous()
+    return sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
 
 
 def _local(name: str, mask: Tensor) -> Tensor:

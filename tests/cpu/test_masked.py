@@ -73,6 +73,33 @@ def test_key_lists(block: int, queries: int, own: str) -> None:
         check(masked_varlen(mask, **lengths, **BASE | {"window": (60, -1)}))
 
 
+@pytest.mark.parametrize("given", ["attn_mask", "sparsity", "blocks"])
+@pytest.mark.parametrize(("block", "queries"), [(16, 1), (64, 64)])
+def test_lists_with_another_mask(block: int, queries: int, given: str) -> None:
+    make, of = masked_dense, {"seqlen_q": 130, "seqlen_k": 201}
+    if queries == 1:
+        make, of = masked_varlen, {"lengths_q": (130, 70), "lengths_k": (201, 9)}
+    size = 1 if given == "attn_mask" else 64
+    listed = make(RandomMask(0.5, block, "bhq", "key_lists", queries), **of, **BASE)
+    other = make(RandomMask(0.6, size, "bh", given), **of, **BASE)
+    inputs, masking = listed.make_inputs(), other.make_inputs(5)
+    both = replace(inputs, mask=inputs.mask & masking.mask)
+    more = {name: x for name, x in other.arguments(masking).items() if "mask" in name}
+    more |= {name: x for name, x in other.arguments(masking).items() if name == "block_size"}
+    assert_fp64_close(run_masked(listed, inputs, **more), masked_reference(listed, both)[0])
+
+
+def test_larger_masks_of_packed_sequences_with_lists() -> None:
+    case = masked_varlen(
+        RandomMask(0.5, 16, "bhq", "key_lists"), lengths_q=(30, 7), lengths_k=(60, 9), **BASE
+    )
+    inputs = case.make_inputs()
+    mask = torch.rand(1, 4, 150, 90) < 0.6
+    more = {"block_mask": BlockSparsity.from_mask(mask)}
+    both = replace(inputs, mask=inputs.mask & mask[..., :30, :60])
+    assert_fp64_close(run_masked(case, inputs, **more), masked_reference(case, both)[0])
+
+
 def test_lists_without_entries() -> None:
     q, k = torch.randn(2, 70, 4, 8), torch.randn(2, 90, 2, 8)
     lists = torch.empty(2, 70, 2, 0, dtype=torch.int32)
@@ -93,7 +120,6 @@ def test_lists_without_entries() -> None:
         ({"key_list_block": 8.0}, TypeError, "key_list_block: must be an integer, got float"),
         ({"key_lists": None, "key_list_block": 64}, ValueError,
          "key_lists: must be given with a key_list_block of 64, got None"),
-        ({"attn_mask": torch.ones(70, 90) > 0}, ValueError, "attn_mask: must be no mask with "),
     ],
 )  # fmt: skip
 def test_bad_key_lists(given: dict[str, Any], error: type[Exception], message: str) -> None:
