@@ -137,7 +137,7 @@ def _with_lists(
     call: AttentionCall, given: KeyLists, extent: PairExtent, other: BlockSparsity | None
 ) -> BlockSparsity:
     """What lists show, and another mask if there is one, whose lengths are the call's or, of packed
-    sequences, more. Of those a query has a list of its own.
+    sequences, more.
     """
     lists, heads_k = given.lists, call.heads_k()
     seqlen_q, seqlen_k = extent.seqlen_q, extent.seqlen_k
@@ -161,12 +161,7 @@ def _with_lists(
             f"every head of k, got {tuple(lists.shape)}"
         )
     if extent.is_packed:
-        assert call.cu_seqlens_q is not None
-        place = torch.arange(seqlen_q, device=lists.device)
-        row = (call.cu_seqlens_q[:-1, None] + place).clamp(max=max(lists.shape[0] - 1, 0))
-        if lists.shape[0] == 0:
-            lists = lists.new_full((1, *lists.shape[1:]), -1)
-        lists = lists[row]
+        lists = _by_sequence(lists, call.cu_seqlens_q, seqlen_q)
     made = BlockSparsity.from_key_lists(
         lists, given.block, seqlen_q, seqlen_k, key_list_queries=given.queries
     )
@@ -180,6 +175,16 @@ def _with_lists(
     pieces, bits = intersection((made.pieces(), made.bits), (other.pieces(), other.bits))
     bits = None if bits is None else bits.contiguous()
     return sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
+
+
+def _by_sequence(lists: Tensor, cu_seqlens_q: Any, seqlen_q: int) -> Tensor:
+    """Lists (total_q, H, n) of packed queries as (batch, seqlen_q, H, n). Behind a sequence's own
+    come others', whose queries are not there.
+    """
+    if lists.shape[0] == 0:
+        lists = lists.new_full((1, *lists.shape[1:]), -1)
+    row = cu_seqlens_q[:-1, None] + torch.arange(seqlen_q, device=lists.device)
+    return lists[row.clamp(0, lists.shape[0] - 1)]
 
 
 def _local(name: str, mask: Tensor) -> Tensor:

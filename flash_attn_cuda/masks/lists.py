@@ -136,7 +136,7 @@ def bits_of_lists(
 ) -> Tensor:
     """pack() of what lists (B, lists of so many queries each, H, n) of blocks of keys name."""
     blocks = -(-seqlen_k // block)
-    if block % PIECE == 0 and key_lists.shape[0] * key_lists.shape[2] * seqlen_q * seqlen_k > 0:
+    if block % PIECE == 0 and seqlen_k > 0:
         row = torch.arange(seqlen_q, device=key_lists.device) // queries
         listed = listed_blocks(key_lists.transpose(1, 2), blocks).index_select(2, row)
         words = listed.repeat_interleave(block // PIECE, -1)  # a piece's share of a row each

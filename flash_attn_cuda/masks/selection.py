@@ -24,7 +24,7 @@ CHUNK_SCORES = 1 << 25  # fp32 numbers at a time
 @torch.no_grad()
 def moba_key_lists(q: Tensor, k: Tensor, *, key_list_block: int, top_k: int) -> Tensor:
     """The blocks whose mean key has the largest products with a query, and the query's own block:
-    Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025, equations 5 to 7.
+    Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025.
 
     Products of query heads that share a key head are added, as they share a list.
 
@@ -70,7 +70,7 @@ def nsa_key_lists(
     softmax_scale: float | None = None,
 ) -> Tensor:
     """The blocks to which attention over compressed keys gives most: Yuan et al., "Native Sparse
-    Attention", 2025, section 3.3.2.
+    Attention: Hardware-Aligned and Natively Trainable Sparse Attention", 2025, token selection.
 
     Compressed key c stands for keys from c * compression_stride on, compression_block of them. A
     block's importance is, over its strides, the probability of all compressed keys that have the
@@ -81,7 +81,7 @@ def nsa_key_lists(
         k_compressed: (batch, compressed, heads_k, head_dim), as a model makes them.
         seqlen_k: keys, which may go beyond the last compressed one.
         key_list_block: keys of a block, a multiple of compression_stride.
-        top_k: blocks of a query, the next two among them.
+        top_k: blocks of a query, among them those of `initial` and `local`.
         compression_block: a multiple of compression_stride.
         initial: blocks from the first on that are always chosen.
         local: blocks up to the query's own that are always chosen.

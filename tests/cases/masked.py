@@ -21,14 +21,14 @@ OWN = tuple("".join(x) for x in product(("", "b"), ("", "h"), ("", "q")))
 class RandomMask:
     """Blocks, or pairs where `size` is 1, that are visible with probability `density`.
 
-    With "key_lists" blocks are of keys alone, `queries` have a list, and key heads their own.
+    given: "attn_mask", "sparsity", a BlockSparsity, "blocks", with a block_size, or "key_lists", of
+    blocks of keys, a list for so many `queries` and each key head.
     """
 
     density: float = 0.3
     size: int = 1
     own: str = "q"
-    given: str = "attn_mask"  # or "sparsity", a BlockSparsity, "blocks", with a block_size, or
-    # "key_lists"
+    given: str = "attn_mask"
     queries: int = 1
 
     def __str__(self) -> str:

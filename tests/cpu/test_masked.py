@@ -67,7 +67,8 @@ LISTS = [(1, 1), (8, 1), (32, 64), (64, 1), (64, 64), (128, 128), (16, 128)]
 def test_key_lists(block: int, queries: int, own: str) -> None:
     mask = RandomMask(0.3, block, own, "key_lists", queries)
     check(masked_dense(mask, seqlen_q=150, seqlen_k=201, causal=own == "bq", **BASE))
-    check(masked_dense(mask, seqlen_q=0, seqlen_k=70, **BASE))
+    for seqlen_q, seqlen_k in ((0, 70), (70, 0), (0, 0)):
+        check(masked_dense(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **BASE))
     if queries == 1:
         lengths = {"lengths_q": (33, 0, 70), "lengths_k": (130, 5, 64), "used_k": (100, 5, 0)}
         check(masked_varlen(mask, **lengths, **BASE | {"window": (60, -1)}))

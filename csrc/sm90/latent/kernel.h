@@ -4,8 +4,8 @@
 //
 // A tile is block_m rows, the query heads of a key head of as many queries as fit. CTAs share the
 // keys (share.h). With 64 rows two CTAs may have tiles of the same keys (sm90/isa/cta_pair.h): by
-// TMA each loads half of them for both, and rows it loads for itself, of which the second time L2
-// has them. Threads: a producer warpgroup (producer.h), of which one warp finds what there is to
+// TMA each loads half of them for both; rows each copies for itself, and finds in L2 what the other
+// has read. Threads: a producer warpgroup (producer.h), of which one warp finds what there is to
 // do, one loads queries and two load keys, by TMA or by their rows (row_loader.h), into a ring of
 // pieces of 64 keys and 64 columns; of e4m3 two warpgroups more, which convert keys
 // (e4m3_loader.h); and one consumer warpgroup (consumer.h), or two (pair_consumer.h). Parts of
