@@ -37,7 +37,9 @@ def make(family: str, attention: str, device: str, dtype: torch.dtype) -> Any:
     sizes: dict[str, Any] = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96}
     sizes |= {"num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8}
     sizes |= {"relative_attention_max_distance": REACH, "decoder_start_token_id": 0}
-    config = getattr(transformers, f"{family}Config")(**sizes, dropout_rate=0.0)
+    # Smooth: where ReLU's argument is rounded across 0, gradients jump.
+    sizes |= {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
+    config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
