@@ -100,8 +100,8 @@ def results(entrant: Entrant) -> dict[str, Tensor]:
     made = {name: by_token(x, entrant.order) for name, x in made.items()}
     if len(gradients) == 4:
         dbias = gradients[3]
-        if dbias.dim() == 2:  # (heads, distances)
-            made["dbias"] = dbias.t()[..., None]
+        if dbias.dim() == 2:  # (heads, distances), of which the last are sums of many
+            made["dbias"] = dbias[None]
         else:
             made["dbias"] = by_token(dbias, TensorOrder.heads_first)
     return made
