@@ -197,7 +197,8 @@ SM80_BACKWARD = (
         block_m=64, block_n=128, **WARPS_2_4_2, stages_q=2, stages_do=2,
         tiles=(
             tile({"": ORDERED, **WITH_FEATURES, "masked": ANY_MASK}),
-            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING, "masked_smem99k": ANY_MASK},
+            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING,
+                  "masked_smem99k": ANY_MASK},
                  block_n=64, **WARPS_4_2_2, stages_q=1, stages_do=1),
         ),
     ),

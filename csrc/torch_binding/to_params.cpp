@@ -278,7 +278,7 @@ at::Tensor allocate_bias_gradient(const AttentionCall& call) {
       sizes.insert(sizes.begin(), words_of_exact_sum);
     }
   }
-  const at::ScalarType dtype = !is_shared                       ? bias.scalar_type()
+  const at::ScalarType dtype = !is_shared                         ? bias.scalar_type()
                                : call.deterministic && !has_pairs ? at::kLong
                                                                   : at::kFloat;
   const at::TensorOptions options = bias.options().dtype(dtype);

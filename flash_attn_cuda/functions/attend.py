@@ -22,7 +22,6 @@ from ..call.checks import (
     check_contents,
     check_out,
     check_return_attn_probs,
-    missing_backward,
     names_of,
 )
 from ..call.fields import DIFFERENTIABLE, NAMES, TENSORS, WITH_SCALES, AttentionCall, Names, Results

@@ -182,9 +182,7 @@ PACKED = {
 }
 
 
-def case_of_row(
-    row: dict[str, Any], dtype: torch.dtype, *, device: str = "cpu"
-) -> DerivativeCase:
+def case_of_row(row: dict[str, Any], dtype: torch.dtype, *, device: str = "cpu") -> DerivativeCase:
     """The case of a row of DENSE or PACKED that there can be."""
     fields = {"dtype": dtype, "device": device, **row}
     lengths, moved = fields.pop("lengths"), fields.pop("moved")

@@ -167,7 +167,7 @@ def test_q_k_and_v_are_checked() -> None:
         flash_attn_func(q, k[:1], v[:1], attn_mask=ones(7, 9))
 
 
-# -- what is refused ---------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_probabilities_are_refused() -> None:

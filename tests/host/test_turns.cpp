@@ -291,8 +291,8 @@ MarkingCta marking_cta(const BackwardPlan& plan, const BackwardParams& params, i
   const Sequence& sequence = work.sequence;
   const int q_tiles = ceil_div(params.shape.seqlen_q, block_m);
   const int key = work.tile * block_n;
-  const BlockRange range = tiles_that_see<block_m>(
-      params.window, sequence, key, std::min(key + block_n, sequence.seqlen_k) - 1);
+  const BlockRange range = tiles_that_see<block_m>(params.window, sequence, key,
+                                                   std::min(key + block_n, sequence.seqlen_k) - 1);
   const int heads = params.shape.num_heads_q / params.shape.num_heads_k / plan.dkdv_splits;
   const int first_head = work.head * heads;
   const HeadVisits<block_m> visits{.lists = params.sparsity.lists,
@@ -483,8 +483,8 @@ TEST(key_tiles_follow_each_other_closely) {
 }
 
 TEST(with_lists_key_tiles_add_in_the_order_in_which_they_start) {
-  static const InstanceList<BackwardInstance> table({backward_instance(
-      "sparse", 64, MaskKind::windowed, block_m, block_n, any_mask)});
+  static const InstanceList<BackwardInstance> table(
+      {backward_instance("sparse", 64, MaskKind::windowed, block_m, block_n, any_mask)});
   std::mt19937 random(7);
   const int seqused_q[] = {600, 0}, seqused_k[] = {1200, 333};
   for (int round = 0; round < 60; ++round) {
@@ -517,9 +517,8 @@ TEST(with_lists_key_tiles_add_in_the_order_in_which_they_start) {
       for (const auto& [counter, key_tiles] : order) {
         additions += key_tiles.size();
         if (are_lists)
-          CHECK(std::ranges::is_sorted(key_tiles, [&](int a, int b) {
-            return plan.tiles_descend ? a > b : a < b;
-          }));
+          CHECK(std::ranges::is_sorted(
+              key_tiles, [&](int a, int b) { return plan.tiles_descend ? a > b : a < b; }));
       }
       CHECK_EQ(additions, visits);
     }

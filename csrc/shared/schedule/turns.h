@@ -95,9 +95,10 @@ struct DqTurns {
 
   // One thread.
   __device__ void mark(std::int64_t row, int tile) const {
-    asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(counters + row * words + tile / 32),
-                 "r"(1u << tile % 32)
-                 : "memory");
+    asm volatile(
+        "red.release.gpu.global.or.b32 [%0], %1;" ::"l"(counters + row * words + tile / 32),
+        "r"(1u << tile % 32)
+        : "memory");
   }
 #endif
 };

@@ -28,9 +28,8 @@ struct ExactNumber {
     const int shift = exponent == 0 ? 0 : exponent - 1;  // of the mantissa, in units of word 0
     const std::int64_t shifted = mantissa << shift % 32;
     const std::int64_t sign = bits >> 31 != 0 ? -1 : 1;
-    return {.word = shift / 32,
-            .low = sign * (shifted & 0xffffffff),
-            .high = sign * (shifted >> 32)};
+    return {
+        .word = shift / 32, .low = sign * (shifted & 0xffffffff), .high = sign * (shifted >> 32)};
   }
 };
 

@@ -1,5 +1,5 @@
-// When a CTA adds to dQ of a query tile, in kernels that walk the query tiles of a key tile: at once
-// or, if dQ is summed in a fixed order, when its turn has come (shared/schedule/turns.h).
+// When a CTA adds to dQ of a query tile, in kernels that walk the query tiles of a key tile: at
+// once or, if dQ is summed in a fixed order, when its turn has come (shared/schedule/turns.h).
 #pragma once
 
 #include "shared/gradient/backward_arguments.h"
@@ -23,8 +23,8 @@ struct OwnTurns {
   // All threads. q_tile: of all heads; query_tile: of the sequence.
   CUTE_DEVICE void wait(std::int64_t q_tile, int query_tile) const {
     if (!are_taken()) return;
-    const BlockRange adders = adders_of<Traits::block_m, Traits::block_n>(args.params.window,
-                                                                          work.sequence, query_tile);
+    const BlockRange adders =
+        adders_of<Traits::block_m, Traits::block_n>(args.params.window, work.sequence, query_tile);
     const auto sync = [] { __syncthreads(); };
     if (have_marks()) {
       args.turns.wait_for_marks(row_of(q_tile), adders, work.tile, thread, Traits::threads, sync);
@@ -45,9 +45,7 @@ struct OwnTurns {
     }
   }
 
-  CUTE_DEVICE void mark(std::int64_t q_tile) const {
-    args.turns.mark(row_of(q_tile), work.tile);
-  }
+  CUTE_DEVICE void mark(std::int64_t q_tile) const { args.turns.mark(row_of(q_tile), work.tile); }
 
  private:
   // CTAs that share the columns of dQ.
