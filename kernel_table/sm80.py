@@ -167,6 +167,7 @@ WARPS_4_2_2 = {"num_warps": 8, "warps_m_scores": 4, "warps_n_dkdv": 2, "warps_m_
 FOUR_WARPS = {"num_warps": 4, "warps_m_scores": 2, "warps_n_dkdv": 2, "warps_m_dq": 2}
 
 EVERYTHING = MODIFIERS | ORDERED | DROPOUT
+ANY_MASK = MASKED | ORDERED
 WITH_FEATURES = {"modifiers": MODIFIERS | ORDERED, "dropout": EVERYTHING}
 
 # fmt: off
@@ -183,7 +184,7 @@ SM80_BACKWARD = (
             tile({"": NO_FEATURES, "ordered": ORDERED, **WITH_FEATURES}),
             tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING},
                  block_m=64, **WARPS_2_4_2, stages_q=1, stages_do=1),
-            tile({"masked": MASKED}, block_m=64, **WARPS_2_4_2),
+            tile({"masked": ANY_MASK}, block_m=64, **WARPS_2_4_2),
         ),
     ),
     entry(
@@ -195,8 +196,9 @@ SM80_BACKWARD = (
         Kernel.sm80_backward, 128,
         block_m=64, block_n=128, **WARPS_2_4_2, stages_q=2, stages_do=2,
         tiles=(
-            tile({"": ORDERED, **WITH_FEATURES, "masked": MASKED}),
-            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING, "masked_smem99k": MASKED},
+            tile({"": ORDERED, **WITH_FEATURES, "masked": ANY_MASK}),
+            tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING,
+                  "masked_smem99k": ANY_MASK},
                  block_n=64, **WARPS_4_2_2, stages_q=1, stages_do=1),
         ),
     ),
@@ -211,7 +213,7 @@ SM80_BACKWARD = (
         tiles=(
             tile({"": NO_FEATURES, "ordered": ORDERED, **WITH_FEATURES}),
             tile({"smem163k": NO_FEATURES, "dropout_smem163k": EVERYTHING,
-                  "masked_smem163k": MASKED},
+                  "masked_smem163k": ANY_MASK},
                  stages_q=1, stages_do=1),
             tile({"smem99k": NO_FEATURES, "dropout_smem99k": EVERYTHING},
                  block_m=32, block_n=32, **FOUR_WARPS, stages_q=1, stages_do=1),
@@ -222,8 +224,8 @@ SM80_BACKWARD = (
         Kernel.sm80_backward, 512,
         block_m=32, block_n=64, **WARPS_2_4_2, stages_q=1, stages_do=1, columns_per_cta=256,
         tiles=(
-            tile({"": ORDERED, "dropout": EVERYTHING, "masked": MASKED}),
-            tile({"smem163k": EVERYTHING, "masked_smem163k": MASKED}, block_n=32, **FOUR_WARPS),
+            tile({"": ORDERED, "dropout": EVERYTHING, "masked": ANY_MASK}),
+            tile({"smem163k": EVERYTHING, "masked_smem163k": ANY_MASK}, block_n=32, **FOUR_WARPS),
             tile({"smem99k": EVERYTHING}, block_m=16, block_n=32, columns_per_cta=128,
                  num_warps=2, warps_m_scores=1, warps_n_dkdv=2, warps_m_dq=1),
         ),

@@ -33,9 +33,8 @@ CALL, INCOMING, TANGENTS = (
 # Function, its tables, and what it is told beside the call.
 RULES = {
     "check_rules_of_call": (("OF_CALL",), CALL),
-    "check_rules_of_backward": (("OF_BACKWARD", "OF_DETERMINISTIC"), CALL),
+    "check_rules_of_backward": (("OF_BACKWARD",), CALL),
     "check_rules_of_recorded": (("OF_RECORDED", "OF_LISTS"), CALL),
-    "check_rules_of_bias_gradient": (("OF_BIAS_GRADIENT",), CALL),
     "check_rules_of_direction": (("OF_DIRECTION",), CALL),
     "check_rules_of_incoming": (("OF_INCOMING",), INCOMING),
     "check_rules_of_tangents": (("OF_TANGENTS",), TANGENTS),

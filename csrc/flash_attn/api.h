@@ -167,6 +167,7 @@ struct BackwardPlan {
   bool sweeps = false;           // sm90: a CTA takes all key tiles of a head, one after another; of
                                  // packed sequences table.swept_rows says it
   bool takes_turns = false;      // dQ's adders wait for one another (shared/schedule/turns.h)
+  int turn_words = 0;            // with lists: of a query tile's marks
   int sink_shares_per_head = 0;  // with dsink: numbers that add up to a head's
   SharedTiles shared_tiles;
   Buffer<float> lse_log2, softmax_d, dq_accum;

@@ -108,7 +108,8 @@ struct BiasGradient {
   std::int64_t batch_stride = 0;
   std::int64_t head_stride = 0;
   std::int64_t row_stride = 0;
-  bool is_summed = false;  // several pairs add to one element
+  bool is_summed = false;        // several pairs add to one element
+  std::int64_t word_stride = 0;  // > 0: elements are exact sums (shared/scores/exact_sum.h)
 };
 
 // score = softmax_scale * q k^T, or softmax_scale * (q k^T + qv v^T) with qv; then softcap *

@@ -183,6 +183,13 @@ std::int64_t convert_grid(const BackwardParams& params, const BackwardPlan& plan
                        : most;
 }
 
+// Counters of a query tile or, with lists, words of marks, for each CTA that shares its columns.
+std::int64_t additions_per_tile(const BackwardParams& params, const BackwardPlan& plan) {
+  if (plan.turn_words == 0) return 1;
+  const int columns_per_cta = plan.instance->config.columns_per_cta;
+  return std::int64_t{plan.turn_words} * ctas_of_columns(columns_per_cta, params.shape.head_dim);
+}
+
 void lay_out(const BackwardParams& params, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   const BackwardConfig& config = plan.instance->config;
@@ -204,7 +211,7 @@ void lay_out(const BackwardParams& params, BackwardPlan& plan) {
   }
   plan.tickets = workspace.add<int>(2);
   if (plan.takes_turns || plan.dq_path == DqPath::finished)
-    plan.additions = workspace.add<int>(query_tiles);
+    plan.additions = workspace.add<int>(query_tiles * additions_per_tile(params, plan));
   if (plan.dq_path == DqPath::finished)
     plan.given_back = workspace.add<int>(std::int64_t{finishing_warps} * plan.num_ctas);
   plan.sink_shares =
@@ -234,6 +241,8 @@ BackwardPlan plan_backward(const BackwardParams& given, const DeviceInfo& device
   plan_tiles(params, device, plan);
   plan.dq_path = choose_dq_path(params, plan);
   plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
+  if (plan.takes_turns && params.sparsity.lists.data != nullptr)
+    plan.turn_words = ceil_div(ceil_div(params.shape.seqlen_k, plan.instance->config.block_n), 32);
   plan.shared_tiles = choose_shared_tiles(params, plan);
   const BackwardConfig& config = plan.instance->config;
   plan.grid = main_grid(params, plan);

@@ -386,7 +386,7 @@ Results forward(const AttentionCall& given, bool returns_lse) {
   const bool is_recorded = records(given);
   if (is_recorded) {
     check_rules_of_recorded(given, names_of(given));
-    check_gradients_exist(given, requires_grad(given.bias));
+    check_rules_of_backward(given, names_of(given));
   }
   const AttentionCall call = checked_call(given, is_recorded ? Pass::both : Pass::forward);
   return differentiable(given, call, is_recorded, returns_lse);

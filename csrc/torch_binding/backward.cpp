@@ -26,7 +26,7 @@ at::Tensor allocate_softmax_d(const at::Tensor& q) {
 
 Gradients run(const AttentionCall& call, const Incoming& given, const TangentParams& tangents) {
   check_results(given, call);
-  check_gradients_exist(call, given.wants_dbias);
+  check_rules_of_backward(call, names_of(call));
   check_rng_state(given.rng_state, call.dropout_p, call.q);
   const LaunchScope scope(call.q);
   const at::ScalarType dtype = result_dtype(call);
@@ -77,6 +77,7 @@ Gradients run(const AttentionCall& call, const Incoming& given, const TangentPar
   results.dq = dq.finish();
   results.dk = dk.finish();
   results.dv = dv.finish();
+  if (results.dbias.defined()) results.dbias = finish_bias_gradient(call, results.dbias);
   return results;
 }
 

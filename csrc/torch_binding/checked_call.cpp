@@ -182,9 +182,4 @@ AttentionCall with_kernel_layouts(AttentionCall call) {
   return call;
 }
 
-void check_gradients_exist(const AttentionCall& call, bool wants_dbias) {
-  check_rules_of_backward(call, names_of(call));
-  if (wants_dbias) check_rules_of_bias_gradient(call, names_of(call));
-}
-
 }  // namespace flash_attn_cuda::binding

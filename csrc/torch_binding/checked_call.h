@@ -28,7 +28,4 @@ float softmax_scale_of(const AttentionCall& call);
 // The call with q, k, v and new keys where kernels can address them.
 AttentionCall with_kernel_layouts(AttentionCall call);
 
-// Raises where kernels have no backward for a call.
-void check_gradients_exist(const AttentionCall& call, bool wants_dbias);
-
 }  // namespace flash_attn_cuda::binding

@@ -1,13 +1,16 @@
 #include "torch_binding/to_params.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 
+#include "shared/scores/exact_sum.h"
 #include "torch_binding/check.h"
 #include "torch_binding/layout.h"
 #include "torch_binding/over_pairs.h"
@@ -84,6 +87,24 @@ bool shares_bias(const AttentionCall& call) {
   const auto is_shared = [&bias](int dim, int by) { return bias.size(dim) == 1 && by > 1; };
   return is_shared(0, shape.batch_size) || is_shared(1, shape.num_heads_q) ||
          is_shared(2, shape.seqlen_q);
+}
+
+// The sizes of the bias without sharing.
+at::DimVector pairs_of_bias(const AttentionCall& call) {
+  const at::Tensor& bias = call.bias;
+  const AttentionShape shape = shape_of(call);
+  return {shape.batch_size, shape.num_heads_q,
+          bias.size(2) > 1 ? bias.size(2) : std::int64_t{shape.seqlen_q}, bias.size(3)};
+}
+
+// Whether the gradient of a shared bias is that of each pair first, whose sum is repeatable, where
+// that takes no more memory than exact sums.
+bool sums_pairs_afterwards(const AttentionCall& call) {
+  if (!call.deterministic || call.bias_by_distance || !shares_bias(call)) return false;
+  constexpr std::int64_t bytes_of_exact_sum = words_of_exact_sum * sizeof(std::int64_t);
+  double pairs = 1.0;
+  for (const std::int64_t size : pairs_of_bias(call)) pairs *= static_cast<double>(size);
+  return pairs * sizeof(float) <= static_cast<double>(call.bias.numel() * bytes_of_exact_sum);
 }
 
 ScoreParams score_params(const AttentionCall& call) {
@@ -245,27 +266,53 @@ at::Tensor allocate_bias_gradient(const AttentionCall& call) {
   const at::Tensor& bias = call.bias;
   const AttentionShape shape = shape_of(call);
   const bool is_shared = shares_bias(call);
-  const bool visits_all = !is_shared && !call.bias_by_distance && !has_device_contents(call) &&
+  const bool has_pairs = !is_shared || sums_pairs_afterwards(call);
+  const bool visits_all = has_pairs && !call.bias_by_distance && !has_device_contents(call) &&
                           window_of(call).is_full() && !call.block_columns.defined() &&
                           shape.batch_size > 0 && shape.seqlen_q > 0;
-  const at::TensorOptions options =
-      bias.options().dtype(is_shared ? at::kFloat : bias.scalar_type());
-  return visits_all ? at::empty(bias.sizes(), options) : at::zeros(bias.sizes(), options);
+  at::DimVector sizes(bias.sizes());
+  if (is_shared && call.deterministic) {
+    if (has_pairs) {
+      sizes = pairs_of_bias(call);
+    } else {
+      sizes.insert(sizes.begin(), words_of_exact_sum);
+    }
+  }
+  const at::ScalarType dtype = !is_shared                         ? bias.scalar_type()
+                               : call.deterministic && !has_pairs ? at::kLong
+                                                                  : at::kFloat;
+  const at::TensorOptions options = bias.options().dtype(dtype);
+  return visits_all ? at::empty(sizes, options) : at::zeros(sizes, options);
+}
+
+at::Tensor finish_bias_gradient(const AttentionCall& call, const at::Tensor& written) {
+  if (!call.deterministic || !shares_bias(call)) return written;
+  if (sums_pairs_afterwards(call)) return at::sum_to(written, call.bias.sizes());
+  at::Tensor sum = at::zeros(call.bias.sizes(), written.options().dtype(at::kDouble));
+  for (int word = 0; word < exact_sum_words; ++word)
+    sum.add_(written.select(0, word), std::ldexp(1.0, log2_unit(word)));
+  return sum
+      .masked_fill_(written.select(0, infinite_numbers).ne(0),
+                    std::numeric_limits<double>::quiet_NaN())
+      .to(at::kFloat);
 }
 
 at::Tensor allocate_sink_gradient(const AttentionCall& call) {
   return call.sink.defined() ? allocate(call.sink.sizes(), at::kFloat, call.q) : at::Tensor();
 }
 
-BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias) {
-  if (!dbias.defined()) return {};
+BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& written) {
+  if (!written.defined()) return {};
+  const bool is_exact = written.scalar_type() == at::kLong;
+  const at::Tensor dbias = is_exact ? written.select(0, 0) : written;
   return {.data = static_cast<char*>(dbias.mutable_data_ptr()) +
                   first_pair(call) * dbias.element_size(),
           .is_fp32 = dbias.scalar_type() == at::kFloat,
           .batch_stride = stride_of(dbias, 0),
           .head_stride = stride_of(dbias, 1),
           .row_stride = row_stride_of_bias(call, dbias),
-          .is_summed = shares_bias(call)};
+          .is_summed = shares_bias(call) && !sums_pairs_afterwards(call),
+          .word_stride = is_exact ? written.stride(0) : 0};
 }
 
 PagedKvParams paged_params(const AttentionCall& call) {

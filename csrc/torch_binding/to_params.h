@@ -34,15 +34,19 @@ TangentParams tangent_params(const AttentionCall& call, const Tangents& tangents
 // rng_state: int64 (2), seed and offset.
 RngSource rng_of_state(const at::Tensor& rng_state);
 
-// For the gradient of the call's bias, contiguous in its shape: fp32 where pairs share an element,
-// else of the bias's dtype; zero where some pair is not visited.
+// What kernels write of the gradient of the call's bias, contiguous in its shape: fp32 where pairs
+// share an element, else of the bias's dtype; zero where some pair is not visited. Where shared
+// elements are to repeat to the bit, an element for each pair, or the words of exact sums (int64).
 at::Tensor allocate_bias_gradient(const AttentionCall& call);
+
+// Of what was written, in the bias's shape.
+at::Tensor finish_bias_gradient(const AttentionCall& call, const at::Tensor& written);
 
 // fp32 (heads_q); undefined where the call has no such input.
 at::Tensor allocate_sink_gradient(const AttentionCall& call);
 
-// dbias: as allocated; undefined: not wanted.
-BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& dbias);
+// written: as allocated; undefined: not wanted.
+BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& written);
 
 // Three dimensions: packed sequences.
 TensorView input_view(const at::Tensor& tensor);

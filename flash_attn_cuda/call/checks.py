@@ -200,18 +200,10 @@ def missing_backward(call: AttentionCall) -> str | None:
     return None if broken is None else broken[1]
 
 
-def check_gradients(call: AttentionCall, wants_dbias: bool) -> None:
-    """Raise for a forward that has no backward, whatever it reads."""
-    check_rules(rules.OF_DETERMINISTIC, NAMES, call)
-    if wants_dbias:
-        check_rules(rules.OF_BIAS_GRADIENT, NAMES, call)
-
-
 def check_incoming(call: AttentionCall, incoming: Incoming) -> None:
     """Raise unless `incoming` has results of this call, which is checked, and their gradients."""
     if (reason := missing_backward(call)) is not None:
         raise NotImplementedError(reason)
-    check_gradients(call, incoming.wants_dbias)
     check_rules(rules.OF_INCOMING, NAMES, incoming, call)
     tensors.check_rng_state(incoming.rng_state, call.dropout_p, call.q)
     _check_likenesses(incoming, INCOMING_ARRAYS, call)

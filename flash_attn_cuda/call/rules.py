@@ -154,10 +154,6 @@ OF_BACKWARD = (
     ),
     Rules("block_table", refusal=f"block_table: must be None {WANTED}, got a tensor"),
 )
-OF_DETERMINISTIC = (
-    Rules("has_lists", "with a block mask", refused=("deterministic",)),
-    Rules("bias", "with a floating attn_mask or a relative_bias", refused=("deterministic",)),
-)
 OF_DIRECTION = (
     Rules("qv", refusal=f"qv: must be None {DIRECTED}, got a tensor"),
     Rules("is_fp8", refusal=f"{{k}}: must not be of {E4M3} {DIRECTED}"),
@@ -171,14 +167,6 @@ OF_RECORDED = (
         refusal=f"out: must be None {WANTED}, got a tensor (torch.no_grad() says that none is)",
     ),
     Rules("fp32_results", refusal=f"fp32_results: must be False {WANTED}, got True"),
-)
-# Where the gradient of a floating mask is wanted.
-OF_BIAS_GRADIENT = (
-    Rules(
-        "softcap",
-        refusal="attn_mask, relative_bias: have no gradient with softcap, got a softcap of "
-        "{softcap.value}",
-    ),
 )
 # Of a call that has the lists of both passes.
 OF_LISTS = (

@@ -20,10 +20,8 @@ from ..call import rules
 from ..call.checks import (
     check_call,
     check_contents,
-    check_gradients,
     check_out,
     check_return_attn_probs,
-    missing_backward,
     names_of,
 )
 from ..call.fields import DIFFERENTIABLE, NAMES, TENSORS, WITH_SCALES, AttentionCall, Names, Results
@@ -180,10 +178,8 @@ def _by_operator(call: AttentionCall, names: Names | None) -> Results:
 
 
 def _check(call: AttentionCall, names: Names | None) -> None:
-    """Raises for what no backend runs, or has no backward where one is needed."""
+    """Raises for what no backend runs."""
     check_call(call, names, is_padded=False)
-    if needs_gradient(call) and missing_backward(call) is None:
-        check_gradients(call, call.bias is not None and call.bias.requires_grad)
     if call.reads_in_place():
         refuse_forward_gradients(**{name: getattr(call, name) for name in DIFFERENTIABLE})
 

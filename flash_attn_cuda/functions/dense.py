@@ -117,8 +117,7 @@ def flash_attn_func(
         ValueError: shapes, devices or numbers do not fit.
         NotImplementedError: alibi_slopes requires grad; a third derivative is asked for, or a
             forward-mode one of a forward-mode one, or by torch.vmap a randomness that dropout does
-            not have; with a mask, a bias or a sink, S_dmask is; a gradient is needed of
-            deterministic attention with a mask or a bias, or of a bias under a softcap.
+            not have; with a mask, a bias or a sink, S_dmask is.
         RuntimeError: the tensors are on a CUDA device that this installation cannot run on.
     """
     options = (

@@ -10,9 +10,9 @@ static caches, padding on either side or anywhere, and batches packed by positio
 cu_seq_lens_q and cu_seq_lens_k; also attention sinks, as gpt-oss has them. A mask that is none of
 these (a custom 4-D one, a prefix, blocks of images as in PaliGemma and Gemma 3) runs on the kernels
 for masks, with all of the above. Gemma 4 runs with both of its layer kinds, whose head dims are 256
-and 512, and T5, mT5 and UMT5 with their relative biases. What those lack, such as a deterministic
-backward, runs on torch's attention, which is said once; with a softcap, sinks or relative biases,
-which that lacks, it raises.
+and 512, and T5, mT5 and UMT5 with their relative biases. What those lack, such as wider heads, runs
+on torch's attention, which is said once; with a softcap, sinks or relative biases, which that
+lacks, it raises.
 
 Reading the padding mask, once per forward pass, waits for the GPU, as in transformers' own mask for
 flash-attention; no layer waits, unless masks are copied on their way to it, as in a model that is
@@ -120,8 +120,7 @@ def attention(
 
     Raises:
         NotImplementedError: another position_bias, a paged cache, keys chosen by indices, keys that
-            a compressor made; with a position_bias, or a 4-D mask and softcap or sinks, a
-            deterministic backward; with softcap, a gradient of a 4-D mask.
+            a compressor made.
         ValueError: a 4-D mask does not broadcast to what there is of queries and keys.
     """
     _refuse(module, kwargs)
@@ -176,7 +175,7 @@ def _attend_by_mask(
 ) -> tuple[Tensor, None]:
     """Attention by a 4-D mask, which says all there is about what a query sees."""
     ordered, sink = options["deterministic"], options["sink"]
-    lacking = what_kernels_lack(mask, query, key, value, sink, ordered)
+    lacking = what_kernels_lack(mask, query, key, value, sink)
     torch_can = sink is options["relative_bias"] is None and options["softcap"] <= 0.0
     if lacking is not None and torch_can:
         kwargs = {"dropout": options["dropout_p"], "scaling": options["softmax_scale"], **kwargs}

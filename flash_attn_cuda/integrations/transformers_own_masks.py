@@ -54,15 +54,13 @@ def mask_arguments(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
 
 
 def what_kernels_lack(
-    mask: Tensor, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, ordered: bool
+    mask: Tensor, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
 ) -> str | None:
-    """What there is no kernel for, of a call with a mask; `ordered`: it is to be deterministic."""
+    """What there is no kernel for, of a call with a mask."""
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, mask, sink)
     )
     head_dim = max(query.shape[-1], value.shape[-1])
-    if ordered and wants_gradient:
-        return "a deterministic backward"
     if head_dim > MAX_HEAD_DIM:
         return f"head dims above {MAX_HEAD_DIM}"
     if not query.is_cuda:

@@ -63,12 +63,8 @@ def call_of(**given: Any) -> Call:
         return Call(_over_cache(fields), options)
     masks = {name: fields.pop(name, None) for name in OF_MASKS}
     mask, bias = masks["mask"], masks["bias"]
-    if mask is not None or bias is not None:
-        fields.pop("deterministic", None)
     if bias is not None and mask is not None and mask.given == "attn_mask":
         masks["mask"] = replace(mask, given="sparsity")
-    if bias is not None and fields.get("softcap", 0.0) > 0.0:
-        masks["bias"] = replace(bias, requires_grad=False)
     if "lengths_q" in fields:
         return Call(MaskedCase(VarlenCase(**fields), **masks), options)
     return Call(MaskedCase(AttentionCase(**_cut(fields)), **masks), options)

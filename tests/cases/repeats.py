@@ -21,6 +21,8 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
+from tests.cases.masked import MaskedCase
+from tests.cases.masked_harness import run_masked, skip_without_masked_row
 from tests.reference import AttentionResult
 
 REPEATS = int(os.environ.get("FLASH_ATTN_CUDA_TEST_REPEATS", scaled(200, 2)))
@@ -69,25 +71,31 @@ def assert_same_forward(run: Callable[[], AttentionResult], repeats: int, name: 
     assert counts == [0, 0], f"{name}: elements of out and lse that differed in {repeats} runs"
 
 
-def assert_repeatable(case: AttentionCase | VarlenCase, repeats: int) -> None:
-    """out, lse, dk, dv bit for bit, with results compared on the device; dq too where the case is
-    deterministic, and else up to the order of its sums.
+def assert_repeatable(case: AttentionCase | VarlenCase | MaskedCase, repeats: int) -> None:
+    """out, lse and gradients bit for bit, with results compared on the device; dq where the case is
+    not deterministic up to the order of its sums.
     """
-    skip_without_row(case)
+    if isinstance(case, MaskedCase):
+        skip_without_masked_row(case)
+        run: Callable[..., AttentionResult] = run_masked
+        is_ordered = case.of.deterministic
+    else:
+        skip_without_row(case)
+        run, is_ordered = run_forward_backward, case.deterministic
     inputs = case.make_inputs()
-    first = run_forward_backward(case, inputs)
+    first = run(case, inputs)
     names = list(first.tensors())
 
     def differences(name: str, x: Tensor) -> Tensor:
         y = first.tensors()[name]
-        same = bits(x) == bits(y) if name != "dq" or case.deterministic else reordered(x, y)
+        same = bits(x) == bits(y) if name != "dq" or is_ordered else reordered(x, y)
         return (~same).sum()
 
     different = []
     load = Load()
     for _ in range(repeats):
         load.push()
-        tensors = run_forward_backward(case, inputs).tensors()
+        tensors = run(case, inputs).tensors()
         different.append(torch.stack([differences(name, tensors[name]) for name in names]))
     counts = torch.stack(different).sum(0).tolist()
     wrong = {name: count for name, count in zip(names, counts, strict=True) if count}

@@ -155,6 +155,7 @@ FEATURES: dict[str, list[Any]] = {
         RandomBias("b"),
     ],
     "has_sink": [False, True],
+    "deterministic": [False, True],
     "causal": [False, True],
     "window": [(-1, -1), (20, -1), (7, 3)],
     "softcap": [0.0, 2.5],
@@ -181,12 +182,8 @@ PACKED = {
 }
 
 
-def case_of_row(
-    row: dict[str, Any], dtype: torch.dtype, *, has_gradients: bool, device: str = "cpu"
-) -> DerivativeCase:
-    """The case of a row of DENSE or PACKED that there can be. `has_gradients`: it is differentiated
-    in reverse mode, which a bias under a softcap is not.
-    """
+def case_of_row(row: dict[str, Any], dtype: torch.dtype, *, device: str = "cpu") -> DerivativeCase:
+    """The case of a row of DENSE or PACKED that there can be."""
     fields = {"dtype": dtype, "device": device, **row}
     lengths, moved = fields.pop("lengths"), fields.pop("moved")
     fields["num_heads_q"], fields["num_heads_k"] = fields.pop("heads")
@@ -196,8 +193,6 @@ def case_of_row(
     mask, bias = fields["mask"], fields["bias"]
     if mask is not None and bias is not None and mask.given == "attn_mask":
         fields["mask"] = replace(mask, given="sparsity")
-    if bias is not None and has_gradients and fields["softcap"] > 0.0:
-        fields["bias"] = replace(bias, requires_grad=False)
     if isinstance(lengths, dict):
         return DerivativeCase(masked_varlen(**lengths, **fields), moved)
     seqlen_q, seqlen_k = lengths

@@ -38,7 +38,7 @@ def drawn(kind: str, number: int, most_pairs: float) -> MaskedCase:
     assert isinstance(case, MaskedCase)
     bias = case.bias
     if bias is not None:
-        bias = replace(bias, fp32=False, requires_grad=case.of.softcap <= 0.0)
+        bias = replace(bias, fp32=False, requires_grad=True)
     sink = None if case.sink is None else torch.float64
     of = replace(case.of, dtype=torch.float64, deterministic=False)
     return replace(case, of=of, bias=bias, sink=sink)
@@ -79,8 +79,6 @@ def direction_of(call: AttentionCall, rng: random.Random) -> Tangents:
     """One in which some of what there is does not move."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     moved = {name: getattr(call, name) for name in LEAVES if rng.random() < 0.75}
-    if call.softcap > 0.0:  # reverse mode has no gradient of a bias then
-        moved.pop("bias", None)
     return Tangents(
         **{f"t{x}": tangent_of(y, generator) for x, y in moved.items() if y is not None}
     )

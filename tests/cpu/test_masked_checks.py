@@ -167,51 +167,7 @@ def test_q_k_and_v_are_checked() -> None:
         flash_attn_func(q, k[:1], v[:1], attn_mask=ones(7, 9))
 
 
-# -- gradients that there are not ------------------------------------------------------------------
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"attn_mask": ones(7, 9, dtype=torch.float64), "softcap": 2.0},
-     "attn_mask, relative_bias: have no gradient with softcap, got a softcap of 2.0"),
-    ({"attn_mask": ones(7, 9), "deterministic": True},
-     "deterministic: must be False with a block mask, got True"),
-    ({"block_mask": sparsity(7, 9), "deterministic": True},
-     "deterministic: must be False with a block mask, got True"),
-    ({"attn_mask": ones(7, 9, dtype=torch.float64), "deterministic": True},
-     "deterministic: must be False with a floating attn_mask or a relative_bias, got True"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda x: str(x)[:60])
-def test_gradients_that_are_refused(options: dict[str, Any], words: str) -> None:
-    """In the call, not in a backward that may be far away; without a gradient all of them run."""
-    q, k, v, _, _ = make_inputs()
-    mask = options.get("attn_mask")
-    leaf = mask.requires_grad_() if mask is not None and mask.is_floating_point() else q
-    leaf.requires_grad_()
-    with pytest.raises(NotImplementedError, match="^" + re.escape(words)):
-        flash_attn_func(q, k, v, **options)
-
-    def through(x: Tensor) -> Tensor:
-        given = {**options, "attn_mask": x} if leaf is mask else options
-        return flash_attn_func(x if leaf is q else q, k, v, **given).sum()
-
-    with pytest.raises(NotImplementedError, match="^" + re.escape(words)):
-        torch.func.grad(through)(leaf.detach())
-    with torch.no_grad():
-        flash_attn_func(q, k, v, **options)
-    leaf.requires_grad_(False)
-    flash_attn_func(q, k, v, **options)
-
-
-def test_a_bias_without_a_gradient_goes_with_softcap() -> None:
-    q, k, v, bias, _ = make_inputs()
-    flash_attn_func(q.requires_grad_(), k, v, attn_mask=bias, softcap=2.0).sum().backward()
-
-
-def test_a_sink_alone_can_be_deterministic() -> None:
-    q, k, v, _, sink = make_inputs()
-    flash_attn_func(q, k, v, sink=sink.requires_grad_(), deterministic=True).sum().backward()
-    assert sink.grad.isfinite().all()
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_probabilities_are_refused() -> None:

@@ -507,12 +507,6 @@ WRONG: tuple[tuple[bool, dict[str, Any], type[Exception], str], ...] = (
 )  # fmt: skip
 OF_GRADIENTS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"bias": None}, ValueError, "wants_dbias: must be False without a bias, got True"),
-    (
-        {"softcap": 1.0},
-        NotImplementedError,
-        "attn_mask, relative_bias: have no gradient with softcap",
-    ),
-    ({"deterministic": True}, NotImplementedError, "deterministic: must be False with a block"),
     ({"rng_state": None}, ValueError, "rng_state: must be given with dropout, as the"),
     ({"dlse": torch.zeros(1)}, TypeError, "dlse: dtype must be torch.float64"),
     ({"dout": torch.zeros(2, 7, 4, 8).double()}, ValueError, "dout: must have shape (2, 7, 4, 16)"),

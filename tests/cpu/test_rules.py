@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_cuda.call import rules
-from flash_attn_cuda.call.checks import check_call, check_gradients, check_incoming, check_tangents
+from flash_attn_cuda.call.checks import check_call, check_incoming, check_tangents
 from flash_attn_cuda.call.fields import NAMES, RANGES, AttentionCall, Incoming, Tangents
 from flash_attn_cuda.call.interpret import check_holds, check_rules
 from flash_attn_cuda.installed import build_info
@@ -39,7 +39,6 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "bias_by_distance": ("bias_by_distance", True, "False", "True"),
     "fp32_results": ("fp32_results", True, "False", "True"),
     "values_include_rope": ("values_include_rope", True, "False", "True"),
-    "deterministic": ("deterministic", True, "False", "True"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin"
 UNABSORBED = "as a model scales by the head dim that it has without absorption"
@@ -273,10 +272,6 @@ OF_BACKWARD: tuple[tuple[str, Described, str], ...] = (
     ("over_cache", {},
      f"k_cache: must not be attended to {WANTED}, as that has no backward"),
     ("block_table", {}, f"block_table: must be None {WANTED}, got a tensor"),
-    ("has_lists", {"deterministic": True},
-     "deterministic: must be False with a block mask, got True"),
-    ("bias", {"deterministic": True},
-     "deterministic: must be False with a floating attn_mask or a relative_bias, got True"),
 )  # fmt: skip
 OF_DIRECTION = (
     ("qv", f"qv: must be None {DIRECTED}, got a tensor"),
@@ -451,16 +446,6 @@ def test_of_a_recorded_call(changes: Described, kind: type[Exception], words: st
         assert_refused(lambda: EXTENSION.forward(call), kind, words)
 
 
-def test_of_the_gradient_of_a_bias() -> None:
-    call = described(ONE_LENGTH | {"bias": zeros(1, 1, 3, 10).requires_grad_(), "softcap": 2.0})
-    words = "attn_mask, relative_bias: have no gradient with softcap, got a softcap of {}"
-    check_gradients(call, wants_dbias=False)
-    road = partial(check_gradients, call, wants_dbias=True)
-    assert_refused(road, NotImplementedError, words.format("2.0"))
-    if EXTENSION is not None:
-        assert_refused(lambda: EXTENSION.forward(call), NotImplementedError, words.format("2"))
-
-
 @pytest.mark.parametrize(("fact", "words"), OF_DIRECTION)
 def test_of_a_direction(fact: str, words: str) -> None:
     """The extension's road wants a GPU."""
@@ -478,8 +463,7 @@ def test_every_rule_is_broken_here() -> None:
         for name in (*each.absent, *each.refused, *each.given)
     }
     assert broken == stated
-    backward = (*rules.OF_BACKWARD, *rules.OF_DETERMINISTIC)
-    assert [fact for fact, *_ in OF_BACKWARD] == [each.fact for each in backward]
+    assert [fact for fact, *_ in OF_BACKWARD] == [each.fact for each in rules.OF_BACKWARD]
     assert [fact for fact, _ in OF_DIRECTION] == [each.fact for each in rules.OF_DIRECTION]
 
 

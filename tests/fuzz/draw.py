@@ -166,7 +166,7 @@ class Draw:
                 self.rng.choice(OWN),
                 self.chance(0.5),
                 hidden,
-                of.softcap == 0.0 and self.chance(0.7),
+                self.chance(0.7),
                 self.rng.choice((None, None, 0, 17, 128, 1000)),
             )
         if self.chance(0.1):

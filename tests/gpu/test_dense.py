@@ -289,6 +289,12 @@ MASKS: dict[str, list[Call]] = {
         mask=[RandomMask(0.5, 1, "hq", "sparsity"), RandomMask(0.5, 128, "bq", "blocks")],
         bias=[RandomBias(own) for own in ("bhq", "q", "h")],
     ),
+    "fixed order": grid(
+        lengths=(300, 500), heads=[(4, 4), (4, 1)], head_dim=[64, 128, 256, 320, 512],
+        deterministic=True,
+        mask=[RandomMask(0.4, 1, "bh", "sparsity"), RandomMask(0.3, 128, "hq", "blocks")],
+        of=[{}, {"causal": True}, {"window": (90, -1), "dropout_p": 0.2}],
+    ),
 }  # fmt: skip
 
 EVERY_BIAS = [RandomBias(own, fp32) for own in OWN for fp32 in BOTH]
@@ -338,10 +344,16 @@ BIASES: dict[str, list[Call]] = {
             {"dropout_p": 0.17, "alibi": Alibi.per_head, "window": (90, 5)},
         ],
     ),
-    # The cap does not see the bias. It has no gradient then, the others have theirs.
+    # The cap does not see the bias.
     "softcap": grid(
-        lengths=(200, 333), num_heads_k=2, causal=True, softcap=[0.5, 20.0],
-        bias=[RandomBias("hq"), RandomBias("b")],
+        lengths=(200, 333), num_heads_k=2, softcap=[0.5, 20.0], head_dim=[64, 128, 256, 512],
+        of=[{"causal": True}, {"dropout_p": 0.2}],
+        bias=[RandomBias("hq"), RandomBias("b"), RandomBias(reach=60)],
+    ),
+    # Sums that no order changes, and those of pairs.
+    "fixed order": grid(
+        batch=3, lengths=(200, 333), num_heads_k=2, deterministic=True, head_dim=[64, 128, 256],
+        bias=[*EVERY_BIAS, RandomBias(reach=60)], of=[{}, {"causal": True, "softcap": 5.0}],
     ),
     # -inf hides up to whole tiles, and there are rows that see nothing.
     "hidden": grid(
@@ -392,6 +404,8 @@ SINKS: dict[str, list[Call]] = {
 
 SCORES: dict[str, Any] = {
     "dtype": DTYPES,
+    "softcap": [0.0, 4.0],
+    "deterministic": BOTH,
     "head_dim": [40, 64, 96, 128, 256, 320, 512],
     "heads": [(4, 4), (6, 2), (4, 1)],
     "lengths": [(130, 130), (70, 201), (201, 70), (1, 150), (113, 64), (257, 129)],
@@ -404,7 +418,6 @@ SCORES: dict[str, Any] = {
 PAIRS = {
     "masks": pairs(
         **SCORES,
-        softcap=[0.0, 4.0],
         mask=[
             *(RandomMask(0.5, 1, "bhq", "attn_mask"), RandomMask(0.5, 64, "hq", "sparsity")),
             *(RandomMask(0.5, 128, "bq", "blocks"), RandomMask(0.5, 1, "b", "sparsity")),

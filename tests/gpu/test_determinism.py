@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from flash_attn_cuda import BlockSparsity, flash_attn_func
 from tests.cases.attention import Alibi
 from tests.cases.harness import (
+    DEVICE,
     ON_CPU,
     attend_over_cache,
     make_cache_case,
@@ -79,6 +81,58 @@ def test_packed_sequences(head_dim: int, features: dict[str, Any]) -> None:
         lengths_q=lengths, head_dim=head_dim, causal=True, deterministic=True, **features
     )
     assert_repeatable(case, REPEATS)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        *({}, {"causal": True, "num_heads_k": 2}, {"window": (300, 40), "dropout_p": 0.2}),
+        {"window": (200, -1), "softcap": 5.0},
+    ],
+    ids=["full", "causal_gqa", "window_dropout", "left_softcap"],
+)
+@pytest.mark.parametrize(
+    ("mask", "bias"),
+    [
+        (RandomMask(0.5, 1, "bhq", "sparsity"), None),
+        (RandomMask(0.3, 128, "hq", "blocks"), RandomBias("bhq")),
+        *((None, RandomBias(own, fp32=True)) for own in ("hq", "", "bh")),
+        (RandomMask(0.1, 64, "q", "blocks"), RandomBias(reach=100)),
+    ],
+    ids=["bits", "blocks_bias", "bias_of_batch", "bias_of_keys", "bias_of_queries", "by_distance"],
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_masks_and_biases(
+    head_dim: int, mask: RandomMask | None, bias: RandomBias | None, features: dict[str, Any]
+) -> None:
+    """With the gradients of a bias, whatever it is shared by, and of a sink."""
+    of = crowded_case(head_dim=head_dim, **features)
+    assert_repeatable(MaskedCase(of, mask, bias, torch.float32), REPEATS // 8 + 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_of_packed_sequences(head_dim: int) -> None:
+    lengths = (scaled(1500, 150), 1, 0, 300, *(17,) * 20, 700 if not ON_CPU else 70)
+    for fields in ({"causal": True}, {"window": (200, -1), "num_heads_k": 1}):
+        of = make_varlen_case(lengths_q=lengths, head_dim=head_dim, deterministic=True, **fields)
+        case = MaskedCase(of, RandomMask(0.4, 64, "bq", "sparsity"), RandomBias(reach=50))
+        assert_repeatable(case, REPEATS // 4 + 1)
+
+
+def test_lists_that_are_none_keep_nobody_waiting() -> None:
+    """What CTAs skip and visit then is another matter."""
+    length = scaled(2000, 300)
+    of = make_case(seqlen_q=length, seqlen_k=length, deterministic=True)
+    inputs = inputs_of(MaskedCase(of, RandomMask(given="sparsity"))).of
+    made = BlockSparsity.from_mask(torch.ones(length, length, dtype=torch.bool, device=DEVICE))
+    torch.manual_seed(3)
+    for high in (5, 1 << 14, 1 << 30):
+        columns = torch.randint_like(made.columns, -high, high)
+        wrong = replace(made, columns=columns)
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        out = flash_attn_func(*leaves, block_mask=wrong, deterministic=True)
+        torch.autograd.grad(out, leaves, inputs.dout)
+        assert torch.isfinite(out).all()
 
 
 @BUCKETS

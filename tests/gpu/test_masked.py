@@ -191,6 +191,16 @@ def test_any_strides(check: Check, strides: str, fp32: bool) -> None:
     check(case, inputs=replace(inputs, bias=same))
 
 
+def test_infinite_gradients_in_a_fixed_order() -> None:
+    """Sums of integers know them too."""
+    of = make_case(seqlen_q=200, seqlen_k=333, num_heads_k=2, deterministic=True)
+    case = MaskedCase(of, None, RandomBias("h", fp32=True))
+    inputs = inputs_of(case)
+    inputs.of.dout[0, 7, 1] = torch.inf
+    finite = run_masked(case, inputs, use_dlse=False).dbias.isfinite()
+    assert not finite[0, 1].any() and finite[0, [0, 2, 3]].all()
+
+
 # -- sinks -----------------------------------------------------------------------------------------
 
 

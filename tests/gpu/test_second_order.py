@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attn_cuda import flash_attn_func
+from flash_attn_cuda import BlockSparsity, flash_attn_func
 from tests.cases import second_order
 from tests.cases.attention import Layout
 from tests.cases.harness import DEVICE
@@ -44,23 +44,19 @@ PACKED_ROWS = pairwise({**PACKED, **AXES}, 1)
 BASE: dict[str, Any] = {"device": DEVICE, "num_heads_q": 4, "num_heads_k": 2}
 
 
-def case_on_gpu(row: dict[str, Any], *, has_gradients: bool) -> DerivativeCase:
-    return case_of_row(
-        {name: x for name, x in row.items() if name != "dtype"},
-        row["dtype"],
-        has_gradients=has_gradients,
-        device=DEVICE,
-    )
+def case_on_gpu(row: dict[str, Any]) -> DerivativeCase:
+    fields = {name: x for name, x in row.items() if name != "dtype"}
+    return case_of_row(fields, row["dtype"], device=DEVICE)
 
 
 @pytest.mark.parametrize("row", [*DENSE_ROWS, *PACKED_ROWS], ids=str)
 def test_jvp(row: dict[str, Any]) -> None:
-    check_derivatives(case_on_gpu(row, has_gradients=False), second_order.jvp)
+    check_derivatives(case_on_gpu(row), second_order.jvp)
 
 
 @pytest.mark.parametrize("row", [*DENSE_ROWS, *PACKED_ROWS], ids=str)
 def test_double_backward(row: dict[str, Any]) -> None:
-    check_derivatives(case_on_gpu(row, has_gradients=True), second_order.double_backward)
+    check_derivatives(case_on_gpu(row), second_order.double_backward)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +64,7 @@ def test_double_backward(row: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("row", [*DENSE_ROWS[::5], *PACKED_ROWS[::5]], ids=str)
 def test_mixed_modes(row: dict[str, Any], transform: Transform) -> None:
-    check_derivatives(case_on_gpu(row, has_gradients=True), transform)
+    check_derivatives(case_on_gpu(row), transform)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -183,18 +179,25 @@ def test_a_compiled_jvp_is_one_graph() -> None:
     torch.testing.assert_close(compiled(points, moved), along(points, moved))
 
 
+@pytest.mark.parametrize("is_masked", [False, True], ids=["causal", "masked"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_repeats_bit_for_bit(head_dim: int) -> None:
-    """The jvp always, the double backward of a deterministic call."""
+def test_repeats_bit_for_bit(head_dim: int, is_masked: bool) -> None:
+    """The jvp always, the double backward of a deterministic call, by a shared bias too."""
     leaves, weight = leaves_and_weight(head_dim)
+    options: dict[str, Any] = {"causal": True}
+    if is_masked:
+        visible = torch.rand(4, 300, 300, device=DEVICE) < 0.3
+        bias = torch.randn(4, 1, 300, device=DEVICE, requires_grad=True)
+        options |= {"block_mask": BlockSparsity.from_mask(visible), "attn_mask": bias}
+    points = [*leaves, options["attn_mask"]] if is_masked else leaves
 
     def run() -> list[Tensor]:
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, weight) for x in leaves]
-            tangent = forward_ad.unpack_dual(flash_attn_func(*duals, causal=True)).tangent
-        out = flash_attn_func(*leaves, causal=True, deterministic=True)
+            tangent = forward_ad.unpack_dual(flash_attn_func(*duals, **options)).tangent
+        out = flash_attn_func(*leaves, **options, deterministic=True)
         first = torch.autograd.grad(out, leaves, weight, create_graph=True)
-        return [tangent, *torch.autograd.grad(first, leaves, [weight] * 3)]
+        return [tangent, *first, *torch.autograd.grad(first, points, [weight] * 3)]
 
     expected = run()
     for _ in range(20):

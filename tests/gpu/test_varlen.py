@@ -180,6 +180,14 @@ SCORES: dict[str, list[Call]] = {
             {"bias": RandomBias("b"), "mask": RandomMask(0.5, 64, "bhq", "sparsity"), "sink": BF16},
         ],
     ),
+    "fixed order": grid(
+        of=[*OF_ANY.values()], num_heads_k=2, head_dim=[64, 128], deterministic=True,
+        mask=[
+            *({"mask": RandomMask(0.4, 1, "bhq", "sparsity")}, {"bias": RandomBias("bh")}),
+            {"mask": RandomMask(0.5, 64, "h", "blocks"), "bias": RandomBias("q"), "causal": True},
+            {"bias": RandomBias(reach=40), "softcap": 4.0},
+        ],
+    ),
     # Rows behind the used ones, and of no sequence, have lse -inf and give the sink nothing.
     "sinks": grid(
         of=[*OF_ANY.values()], num_heads_k=2, causal=BOTH, sink=FP32,

@@ -73,6 +73,8 @@ inline constexpr FeatureSet cache_features =
 inline constexpr FeatureSet masked_features =
     training_features | feature::block_sparse | feature::bias;
 
+inline constexpr FeatureSet any_mask = masked_features | feature::deterministic;
+
 // A row of derivatives in a direction, for whatever those come with.
 inline constexpr FeatureSet jvp_features = masked_features | feature::tangent;
 inline ForwardInstance jvp_instance(const char* name, int head_dim) {
@@ -306,9 +308,9 @@ inline const InstanceList<BackwardInstance>& sm90_backward_table() {
       backward_instance("hd128_dropout", 128, MaskKind::windowed, 64, 128, backward_features),
       backward_instance("hd256", 256, MaskKind::windowed, 64, 64),
       backward_instance("hd256_dropout", 256, MaskKind::windowed, 64, 64, backward_features),
-      backward_instance("hd64_masked", 64, MaskKind::windowed, 64, 128, masked_features),
-      backward_instance("hd128_masked", 128, MaskKind::windowed, 64, 128, masked_features),
-      backward_instance("hd256_masked", 256, MaskKind::windowed, 64, 64, masked_features),
+      backward_instance("hd64_masked", 64, MaskKind::windowed, 64, 128, any_mask),
+      backward_instance("hd128_masked", 128, MaskKind::windowed, 64, 128, any_mask),
+      backward_instance("hd256_masked", 256, MaskKind::windowed, 64, 64, any_mask),
       hvp_instance("hd128_tangent", 128),
       hvp_instance("hd256_tangent", 256),
       hvp_instance("hd512_tangent", 512),

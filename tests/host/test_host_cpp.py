@@ -33,6 +33,7 @@ PROGRAMS = {
     "test_sequence": (),
     "test_block_lists": (),
     "test_e4m3_quotient": (),
+    "test_exact_sum": (),
     "test_tile_order": ("plan_steps",),
     "test_dropout": (),
     "test_select_instance": ("select_instance",),

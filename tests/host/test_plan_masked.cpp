@@ -139,10 +139,9 @@ TEST(sm90_forwards_load_bits_that_tma_can_move) {
   CHECK_EQ(with_bits(words, 0), "hd128_masked");
 }
 
-TEST(gradients_with_lists_or_a_bias_have_no_fixed_order) {
-  CHECK_ERROR(chosen<BackwardParams>(both(lists, ordered)),
-              "features deterministic, block_sparse on");
-  CHECK_ERROR(chosen<BackwardParams>(both(bias, ordered)), "features deterministic, bias on");
+TEST(gradients_with_lists_or_a_bias_have_a_fixed_order_in_sm80_rows) {
+  CHECK_EQ(chosen<BackwardParams>(both(lists, ordered)), "hd128_masked");
+  CHECK_EQ(chosen<BackwardParams>(both(bias, ordered)), "hd128_masked");
 }
 
 TEST(a_forward_of_the_sm90_family_counts_the_tiles_that_have_started) {
@@ -185,7 +184,16 @@ TEST(workspace_buffers_of_a_backward_with_lists_do_not_overlap) {
         CHECK(sparse.dq_path == (is_sm90 ? DqPath::finished : DqPath::converted));
         // A counter for each head of the schedule has room.
         if (is_sm90) CHECK(sparse.schedule.num_batch_heads <= sparse.additions.count);
+        CHECK_EQ(sparse.turn_words, 0);
         check_backward_workspace(sparse, params);
+        // A word has the marks of 32 key tiles.
+        params.deterministic = true;
+        for (const int seqlen_k : {128 * 32, 128 * 32 + 1}) {
+          params.shape.seqlen_k = seqlen_k;
+          const BackwardPlan ordered = plan(params, device);
+          CHECK_EQ(ordered.turn_words, seqlen_k == 128 * 32 ? 1 : 2);
+          check_backward_workspace(ordered, params);
+        }
       }
     }
   }

@@ -368,15 +368,14 @@ TEST(sm80_rows_with_lists_can_run_calls_without) {
     CHECK_EQ(selected(masked, request_with(features)), "masked");
 }
 
-TEST(lists_and_a_bias_have_neither_pages_nor_decoding_nor_a_fixed_order) {
+TEST(lists_and_a_bias_have_neither_pages_nor_decoding) {
   for (const FeatureSet mask : {feature::block_sparse, feature::bias}) {
     CHECK_ERROR(selected(sm90_forward_table(), request_with(mask | feature::paged_kv)),
                 names_of(feature::paged_kv | mask));
     KernelRequest decode = request_with(mask);
     decode.kind = ForwardKind::decode;
     CHECK(find_instance(sm90_forward_table(), decode, h200) == nullptr);
-    CHECK_ERROR(selected_backward(request_with(mask | feature::deterministic)),
-                names_of(feature::deterministic | mask));
+    CHECK_EQ(selected_backward(request_with(mask | feature::deterministic)), "hd128_masked");
   }
 }
 

@@ -15,6 +15,7 @@
 #include "host/plan.h"
 #include "host/plan_steps.h"
 #include "no_driver.h"
+#include "shared/mask/block_lists.h"
 #include "shared/schedule/tile_work.h"
 
 using namespace host_tests;
@@ -251,6 +252,118 @@ void check_adders() {
   }
 }
 
+// Rows of lists of as many key tiles of 128 that visit as many query tiles, of every head: such as
+// there are, or any contents.
+std::vector<int> random_lists(int heads, int tiles, int others, bool are_lists,
+                              std::mt19937& random) {
+  std::vector<int> data;
+  for (int row = 0; row < heads * tiles; ++row) {
+    std::vector<int> entries;
+    const unsigned sparsity = random() % 4;
+    for (int other = 0; other < others; ++other) {
+      if (random() % 3 >= sparsity) entries.push_back(other * 256 + 1);
+    }
+    data.push_back(static_cast<int>(entries.size()));
+    data.push_back(static_cast<int>(random() % tiles));
+    entries.resize(others);
+    data.insert(data.end(), entries.begin(), entries.end());
+  }
+  if (!are_lists) {
+    for (int& number : data) number = random() % 2 ? static_cast<int>(random()) : number;
+  }
+  return data;
+}
+
+// A CTA of a kernel with lists (sm80/backward/own_turns.h): it marks what it skips, adds to what it
+// visits, one after the other, and marks all.
+struct MarkingCta {
+  int tile;
+  Sequence sequence;
+  std::vector<std::int64_t> skipped;
+  std::vector<std::pair<std::int64_t, int>> visits;  // counter and query tile
+  std::vector<std::int64_t> all;
+  std::size_t done = 0;
+};
+
+MarkingCta marking_cta(const BackwardPlan& plan, const BackwardParams& params, int ticket) {
+  TileWork work;
+  CHECK(find_work(plan.schedule, {}, params, ticket, work));
+  const Sequence& sequence = work.sequence;
+  const int q_tiles = ceil_div(params.shape.seqlen_q, block_m);
+  const int key = work.tile * block_n;
+  const BlockRange range = tiles_that_see<block_m>(params.window, sequence, key,
+                                                   std::min(key + block_n, sequence.seqlen_k) - 1);
+  const int heads = params.shape.num_heads_q / params.shape.num_heads_k / plan.dkdv_splits;
+  const int first_head = work.head * heads;
+  const HeadVisits<block_m> visits{.lists = params.sparsity.lists,
+                                   .sequence = sequence.index,
+                                   .tile = work.tile * block_n / list_tile,
+                                   .range = range,
+                                   .end_head = first_head + heads};
+  const auto counter = [&](int head, int query_tile) {
+    return std::int64_t{head} * plan.q_tiles + sequence.index * q_tiles + query_tile;
+  };
+  MarkingCta cta{.tile = work.tile, .sequence = sequence, .skipped = {}, .visits = {}, .all = {}};
+  for (int head = first_head; head < first_head + heads; ++head) {
+    for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
+      cta.all.push_back(counter(head, query_tile));
+      if (!visits.has(head, query_tile)) cta.skipped.push_back(cta.all.back());
+    }
+  }
+  auto step = visits.first(first_head);
+  for (int steps = visits.count(first_head); steps > 0; --steps) {
+    cta.visits.push_back({counter(step.head, step.visit.block), step.visit.block});
+    step = visits.next(step);
+  }
+  return cta;
+}
+
+// The key tiles that each counter's additions are of, in their order, by `resident` CTAs that take
+// tickets one after the other; none, if nobody could go on.
+using Order = std::map<std::int64_t, std::vector<int>>;
+Order order_of_additions(const BackwardPlan& plan, const BackwardParams& params, int resident,
+                         std::mt19937& random) {
+  const DqTurns turns{.tiles_descend = plan.tiles_descend, .words = plan.turn_words};
+  std::vector<unsigned> marks(plan.additions.count);
+  const auto mark = [&](std::int64_t counter, int tile) {
+    marks.at(counter * turns.words + tile / 32) |= 1u << tile % 32;
+  };
+  Order order;
+  std::vector<MarkingCta> ctas;
+  for (int ticket = 0;;) {
+    for (; std::ssize(ctas) < resident && ticket < plan.schedule.grid_size(); ++ticket) {
+      ctas.push_back(marking_cta(plan, params, ticket));
+      for (const std::int64_t counter : ctas.back().skipped) mark(counter, ctas.back().tile);
+    }
+    if (ctas.empty()) return order;
+    std::shuffle(ctas.begin(), ctas.end(), random);
+    bool moves = false;
+    for (MarkingCta& cta : ctas) {
+      if (cta.done == cta.visits.size()) continue;
+      const auto [counter, query_tile] = cta.visits[cta.done];
+      const Reach before = turns.before(
+          adders_of<block_m, block_n>(params.window, cta.sequence, query_tile), cta.tile);
+      bool is_next = true;
+      for (int word = before.begin / 32; 32 * word < before.end; ++word) {
+        const unsigned wanted = DqTurns::bits_of(before, word);
+        is_next = is_next && (marks.at(counter * turns.words + word) & wanted) == wanted;
+      }
+      if (!is_next) continue;
+      moves = true;
+      ++cta.done;
+      order[counter].push_back(cta.tile);
+      mark(counter, cta.tile);
+    }
+    const auto ended = std::ranges::partition(
+        ctas, [](const MarkingCta& cta) { return cta.done < cta.visits.size(); });
+    for (const MarkingCta& cta : ended) {
+      for (const std::int64_t counter : cta.all) mark(counter, cta.tile);
+    }
+    if (!moves && ended.empty()) return {};
+    ctas.erase(ended.begin(), ended.end());
+  }
+}
+
 }  // namespace
 
 std::span<const BackwardInstance* const> flash_attn_cuda::backward_instances() {
@@ -366,5 +479,48 @@ TEST(key_tiles_follow_each_other_closely) {
     const int rounds = rounds_of(programs, 1000);
     CHECK(rounds >= longest_of(programs));
     CHECK(rounds <= longest_of(programs) + plan.schedule.num_tiles);
+  }
+}
+
+TEST(with_lists_key_tiles_add_in_the_order_in_which_they_start) {
+  static const InstanceList<BackwardInstance> table(
+      {backward_instance("sparse", 64, MaskKind::windowed, block_m, block_n, any_mask)});
+  std::mt19937 random(7);
+  const int seqused_q[] = {600, 0}, seqused_k[] = {1200, 333};
+  for (int round = 0; round < 60; ++round) {
+    const bool are_lists = round % 4 != 0;
+    BackwardParams params = deterministic_call(
+        sizes(2, 1 + random() % 600, 1 + random() % 1200, 4, 1 << random() % 3, 64),
+        windows[round % 7], false);
+    if (round % 3 == 0) {
+      params.sequences.seqused_q = seqused_q;
+      params.sequences.seqused_k = seqused_k;
+    }
+    const int heads = round % 2 ? 4 : 1;
+    const int tiles = ceil_div(params.shape.seqlen_k, list_tile);
+    const int others = ceil_div(params.shape.seqlen_q, list_tile);
+    const std::vector<int> lists = random_lists(heads, tiles, others, are_lists, random);
+    params.sparsity.lists = {.data = lists.data(),
+                             .batch_stride = 0,
+                             .head_stride = heads == 1 ? 0 : tiles * (2 + others),
+                             .tiles = tiles,
+                             .others = others};
+    const BackwardPlan plan = plan_backward(params, h200, table);
+    params.window = plan.window;
+    const int tickets = static_cast<int>(plan.schedule.grid_size());
+    std::size_t visits = 0;
+    for (int ticket = 0; ticket < tickets; ++ticket)
+      visits += marking_cta(plan, params, ticket).visits.size();
+    for (const int resident : {1, 3, 1000}) {
+      const Order order = order_of_additions(plan, params, resident, random);
+      std::size_t additions = 0;
+      for (const auto& [counter, key_tiles] : order) {
+        additions += key_tiles.size();
+        if (are_lists)
+          CHECK(std::ranges::is_sorted(
+              key_tiles, [&](int a, int b) { return plan.tiles_descend ? a > b : a < b; }));
+      }
+      CHECK_EQ(additions, visits);
+    }
   }
 }

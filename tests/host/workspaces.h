@@ -22,6 +22,11 @@ inline void check_backward_workspace(const BackwardPlan& plan, const BackwardPar
   const bool has_parts = plan.shared_tiles.parts > 1;
   const bool has_splits = plan.dkdv_splits > 1;
 
+  const std::size_t counters =
+      plan.turn_words == 0
+          ? 1
+          : plan.turn_words * ctas_of_columns(config.columns_per_cta, shape.head_dim);
+
   CHECK(!plan.sweeps);
   CHECK_EQ(plan.takes_turns, params.deterministic && plan.dq_path != DqPath::direct);
   std::vector<Bytes> buffers;
@@ -35,7 +40,7 @@ inline void check_backward_workspace(const BackwardPlan& plan, const BackwardPar
   holds(has_tangents, plan.tangent_lse, rows);
   holds(has_tangents, plan.tangent_dot, rows);
   holds(plan.dq_path != DqPath::direct, plan.dq_accum, rows * config.head_dim);
-  holds(plan.takes_turns || finishes, plan.additions, query_tiles);
+  holds(plan.takes_turns || finishes, plan.additions, query_tiles * counters);
   holds(finishes, plan.given_back, std::size_t{2} * plan.num_ctas);
   holds(has_parts, plan.part_sums, places * config.block_n * 2 * config.head_dim);
   holds(has_parts, plan.part_counters, places * config.ctas_per_tile * 2);

@@ -33,6 +33,7 @@ struct PreprocessArguments {
   BackwardParams params;
   SequenceTable table;
   int* additions;
+  int additions_per_tile;
   int* tickets;
   int* part_counters;
   int num_part_counters;  // at most the rows
@@ -153,8 +154,10 @@ __global__ void __launch_bounds__(threads)
 
   if (row == 0 && lane == 0) args.tickets[0] = args.tickets[1] = 0;
   if (row < args.num_part_counters && lane == 0) args.part_counters[row] = 0;
-  if (args.additions != nullptr && head < params.shape.num_heads_q && row_in_tile == 0 && lane == 0)
-    args.additions[tile] = 0;
+  if (args.additions != nullptr && head < params.shape.num_heads_q && lane == 0) {
+    for (int i = row_in_tile; i < args.additions_per_tile; i += 1 << args.log2_tile_rows)
+      args.additions[std::int64_t{tile} * args.additions_per_tile + i] = 0;
+  }
   if (!exists) {
     if (args.sink_shares != nullptr && threadIdx.x == 0) args.sink_shares[blockIdx.x] = 0.0f;
     return;
@@ -211,10 +214,14 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
   const BackwardConfig& config = plan.instance->config;
   void* workspace = params.workspace;
   const int lanes = preprocess_lanes(params, config.block_m);
+  const std::int64_t tiles = std::int64_t{shape.num_heads_q} * plan.q_tiles;
+  const std::int64_t rows = tiles * config.block_m;
   const PreprocessArguments arguments{
       .params = params,
       .table = SequenceTable::at(workspace, plan.table),
       .additions = plan.additions.in(workspace),
+      .additions_per_tile =
+          plan.additions.exists() ? static_cast<int>(plan.additions.count / tiles) : 0,
       .tickets = plan.tickets.in(workspace),
       .part_counters = plan.part_counters.in(workspace),
       .num_part_counters = static_cast<int>(plan.part_counters.count),
@@ -233,7 +240,6 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .writes_dq = plan.instance->writes_dq,
       .zeroes_sums = plan.leaves_sums(),
       .swept_rows = plan.table.swept_rows};
-  const std::int64_t rows = std::int64_t{shape.num_heads_q} * plan.q_tiles * config.block_m;
   const std::int64_t grid = (rows * lanes + threads - 1) / threads;
   dispatch_dtype(params.dtype, [&](auto element) {
     using Element = decltype(element);

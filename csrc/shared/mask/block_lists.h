@@ -168,6 +168,13 @@ struct HeadVisits {
     return steps;
   }
 
+  // Whether it visits a block of the range for a head.
+  FAC_HOST_DEVICE constexpr bool has(int head, int block) const {
+    const BlockRange one{
+        .begin = block, .end = block + 1, .interior_begin = block, .interior_end = block};
+    return !BlockList<kBlock>::of(lists, sequence, head, tile, one).empty();
+  }
+
   // The step after the first `skipped` ones; any step, if there are no more.
   FAC_HOST_DEVICE constexpr Step first(int first_head, int skipped = 0) const {
     return first_from(first_head, skipped);

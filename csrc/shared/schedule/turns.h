@@ -6,6 +6,11 @@
 // Under a causal mask the last query tile is the only one that all key tiles see, so they walk
 // towards the diagonal, where each of them ends; with a left bound alone it is the other way
 // round.
+//
+// With lists not all of those key tiles add. A CTA marks what it skips when it starts, and what it
+// visits when it has added. Who adds waits for the marks of the key tiles that started earlier,
+// whose CTAs run and wait for earlier ones alone: there is no circle. When a CTA ends it has marked
+// all, so lists with bad contents keep nobody waiting.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +25,26 @@ namespace flash_attn_cuda {
 struct DqTurns {
   int* counters = nullptr;     // (heads, query tiles): additions so far; null: nobody waits
   bool tiles_descend = false;  // CTAs start with a sequence's last key tile
+  int words = 0;               // > 0: instead of a counter so many words, with a bit for each key
+                               // tile of the sequence: its mark
 
   FAC_HOST_DEVICE constexpr bool used() const { return counters != nullptr; }
 
   // The number of a tile's turn among `adders`.
   FAC_HOST_DEVICE constexpr int turn_of(const BlockRange& adders, int tile) const {
     return tiles_descend ? adders.end - 1 - tile : tile - adders.begin;
+  }
+  // The adders whose CTAs start before that of a tile.
+  FAC_HOST_DEVICE constexpr Reach before(const BlockRange& adders, int tile) const {
+    return tiles_descend ? Reach{.begin = tile + 1, .end = adders.end}
+                         : Reach{.begin = adders.begin, .end = tile};
+  }
+  // Those of a word's bits that are marks of tiles.
+  FAC_HOST_DEVICE static constexpr unsigned bits_of(const Reach& tiles, int word) {
+    const int first = detail::clamp(tiles.begin - word * 32, 0, 32);
+    const int count = detail::clamp(tiles.end - word * 32, 0, 32) - first;
+    if (count <= 0) return 0;
+    return ~0u >> (32 - count) << first;
   }
 
 #if defined(__CUDACC__)
@@ -54,6 +73,32 @@ struct DqTurns {
     if (thread == 0) {
       asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counters + counter) : "memory");
     }
+  }
+
+  // The same with marks, which lie at `row` of so many words.
+  template <class Sync>
+  __device__ void wait_for_marks(std::int64_t row, const BlockRange& adders, int tile, int thread,
+                                 int threads, Sync sync) const {
+    const Reach tiles = before(adders, tile);
+    for (int word = tiles.begin / 32 + thread; 32 * word < tiles.end; word += threads) {
+      const unsigned wanted = bits_of(tiles, word);
+      unsigned marks;
+      do {
+        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
+                     : "=r"(marks)
+                     : "l"(counters + row * words + word)
+                     : "memory");
+      } while ((marks & wanted) != wanted);
+    }
+    sync();
+  }
+
+  // One thread.
+  __device__ void mark(std::int64_t row, int tile) const {
+    asm volatile(
+        "red.release.gpu.global.or.b32 [%0], %1;" ::"l"(counters + row * words + tile / 32),
+        "r"(1u << tile % 32)
+        : "memory");
   }
 #endif
 };

@@ -5,6 +5,7 @@
 
 #include "flash_attn/params.h"
 #include "shared/scores/effect.h"
+#include "shared/scores/exact_sum.h"
 #include "shared/scores/score_modifiers.h"
 
 namespace flash_attn_cuda {
@@ -142,6 +143,14 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
     }
     return;
   }
+  const auto add = [&](std::int64_t element, float x) {
+    if (dbias.word_stride > 0) {
+      add_exactly(static_cast<unsigned long long*>(dbias.data) + first + element, dbias.word_stride,
+                  x);
+    } else {
+      atomicAdd(target + element, x);
+    }
+  };
   if (dbias.row_stride == 0) {
     // The thread's rows, then the eight lanes that hold other rows of the same columns.
     const bool adds = threadIdx.x % 32 < 4;
@@ -153,7 +162,7 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
       CUTE_UNROLL
       for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
       const int key = key_begin + get<1>(coords(0, col));
-      if (adds && key < bias.columns) atomicAdd(target + key, factor * sum);
+      if (adds && key < bias.columns) add(key, factor * sum);
     }
     return;
   }
@@ -161,11 +170,10 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
   for (int row = 0; row < size<0>(dscores); ++row) {
     const int query = query_begin + get<0>(coords(row, 0));
     if (query >= bias.rows) continue;
-    float* row_target = target + query * dbias.row_stride;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(dscores); ++col) {
       const int key = key_begin + get<1>(coords(row, col));
-      if (key < bias.columns) atomicAdd(row_target + key, factor * dscores(row, col));
+      if (key < bias.columns) add(query * dbias.row_stride + key, factor * dscores(row, col));
     }
   }
 }

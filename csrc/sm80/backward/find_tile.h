@@ -33,7 +33,8 @@ CUTE_DEVICE void find_tile(BackwardArguments const& args, typename Traits::Share
     // The first of the query heads that share the key head.
     const int head =
         work.head / args.dkdv_splits * (params.shape.num_heads_q / params.shape.num_heads_k);
-    work.tile = ranked_tile<block_n>(params, args.table, sequence.index, head, work.tile);
+    if (!Traits::is_ordered || !args.turns.used())  // which are in the order of tiles
+      work.tile = ranked_tile<block_n>(params, args.table, sequence.index, head, work.tile);
   }
   const int key_begin = work.tile * block_n;
   const int key_last = min(key_begin + block_n, sequence.seqlen_k) - 1;

@@ -16,6 +16,7 @@
 #include "shared/gradient/backward_arguments.h"
 #include "sm80/backward/find_tile.h"
 #include "sm80/backward/loads.h"
+#include "sm80/backward/own_turns.h"
 #include "sm80/backward/results.h"
 #include "sm80/backward/scores.h"
 #include "sm80/backward/steps.h"
@@ -47,6 +48,10 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
   BlockRange const& range = smem.range;
   if (work.tile == no_tile) return;
   const auto own = OwnGradients<Traits>::of(args, smem);
+  const OwnTurns<Traits> turns{args, work, own, thread};
+  if constexpr (Traits::is_sparse) {
+    if (turns.have_marks()) mark_tiles<Traits, Marked::skipped>(args, smem);
+  }
 
   auto sK = smem_tile<typename Traits::KeyLayout>(smem.k);     // (block_n, head_dim)
   auto sV = smem_tile<typename Traits::KeyLayout>(smem.v);     // (block_n, head_dim)
@@ -95,7 +100,8 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
         .key_begin = own.key_begin,
         .makes_dbias = own.column_begin == 0,
         .lse_log2 = smem.lse_log2[index % 2],
-        .softmax_d = smem.softmax_d[index % 2]};
+        .softmax_d = smem.softmax_d[index % 2],
+        .free_words = reinterpret_cast<__half2*>(smem.ds)};
 
     AccumulatorOf<decltype(scores_mma), Shape<Int<block_m>, Int<block_n>>> tSrS;
     clear(tSrS);
@@ -120,12 +126,11 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
       clear(tdQrdQ);
       gemm_tiles<Rows, Columns>(dq_mma, tdQrdQ, sdS, transposed(sOwnK), thread);
       const std::int64_t q_tile = loads.q_tile_index(step);
-      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, own.column_begin,
-                                 tdQrdQ, thread);
+      turns.wait(q_tile, step.tile);
+      add_query_gradient<Traits>(args, q_tile, own.column_begin, tdQrdQ, thread);
       gemm_tiles<Columns, Columns>(dkdv_mma, tdKrdK, transposed(sdS),
                                    transposed(own_of_queries(sQ)), thread);
-      if (Traits::is_ordered && args.turns.used())
-        args.turns.pass_on(q_tile, thread, [] { __syncthreads(); });
+      turns.pass_on(q_tile);
     }
     loads.load_behind(following, is_last);
   };
@@ -143,6 +148,9 @@ __global__ void __launch_bounds__(BackwardTraits<Tag>::threads)
     }
   }
   leave_key_gradients<Traits>(args, sequence, smem, own, tdKrdK, tdVrdV, thread);
+  if constexpr (Traits::is_sparse) {
+    if (turns.have_marks()) mark_tiles<Traits, Marked::all>(args, smem);
+  }
 }
 
 }  // namespace flash_attn_cuda::sm80

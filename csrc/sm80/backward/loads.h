@@ -6,6 +6,13 @@
 
 namespace flash_attn_cuda::sm80 {
 
+// Index of a step's tile among the query tiles of all heads.
+template <class Step>
+CUTE_DEVICE std::int64_t q_tile_index(BackwardArguments const& args, Sequence const& sequence,
+                                      Step const& step) {
+  return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
+}
+
 // Of any kernel that walks the query tiles of a key tile.
 template <class Traits>
 struct TileLoads {
@@ -14,10 +21,9 @@ struct TileLoads {
   typename Traits::SharedStorage& smem;
   int thread;
 
-  // Index of a step's tile among the query tiles of all heads.
   template <class Step>
   CUTE_DEVICE std::int64_t q_tile_index(Step const& step) const {
-    return std::int64_t(step.head) * args.q_tiles + sequence.first_q_tile + step.tile;
+    return sm80::q_tile_index(args, sequence, step);
   }
 
   CUTE_DEVICE void load_keys(TensorView const& view, OwnGradients<Traits> const& own, int columns,

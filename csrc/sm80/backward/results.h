@@ -8,20 +8,12 @@
 
 namespace flash_attn_cuda::sm80 {
 
-// dQ of a step, the columns from column_begin on, added to that of other key tiles when its turn
-// has come. q_tile: of all heads; query_tile: of the sequence.
+// dQ of a step, the columns from column_begin on, added to that of other key tiles. q_tile: of all
+// heads.
 template <class Traits, class Accumulator>
-CUTE_DEVICE void add_query_gradient(BackwardArguments const& args, Sequence const& sequence,
-                                    std::int64_t q_tile, int query_tile, int key_tile,
+CUTE_DEVICE void add_query_gradient(BackwardArguments const& args, std::int64_t q_tile,
                                     int column_begin, Accumulator const& tdQrdQ, int thread) {
   constexpr int block_m = Traits::block_m;
-  const int adding_ctas =
-      Traits::shares_columns ? (args.params.shape.head_dim - 1) / Traits::columns_per_cta + 1 : 1;
-  if (Traits::is_ordered && args.turns.used()) {
-    args.turns.wait(
-        q_tile, adders_of<block_m, Traits::block_n>(args.params.window, sequence, query_tile),
-        key_tile, thread, [] { __syncthreads(); }, adding_ctas);
-  }
   float* sums = args.dq_accum + q_tile * (block_m * Traits::head_dim) + column_begin * block_m;
   DqAccumulator<Traits::threads>::add(sums, tdQrdQ, thread);
 }

@@ -3,6 +3,8 @@
 // counted from the tile's first pair.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "shared/dropout/dropout.h"
 #include "shared/mask/mask.h"
 #include "shared/online_softmax.h"
@@ -41,6 +43,34 @@ CUTE_DEVICE void score_gradients(Scores const& probs, Scores& dscores, Coords co
   }
 }
 
+// Slopes of a thread's scores, while its registers are needed for others: in shared memory, in
+// fp16, which is finer than what dS is rounded to.
+template <int kThreads>
+struct KeptSlopes {
+  __half2* words;  // of all threads
+
+  template <class Scores, class Derivative>
+  CUTE_DEVICE void keep(Scores const& scores, Derivative derivative) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); i += 2)
+      word(i) = __floats2half2_rn(derivative(scores(i)), derivative(scores(i + 1)));
+  }
+  // By all threads, as they may write there next.
+  template <class Scores>
+  CUTE_DEVICE void multiply(Scores& dscores) const {
+    CUTE_UNROLL
+    for (int i = 0; i < size(dscores); i += 2) {
+      const float2 slopes = __half22float2(word(i));
+      dscores(i) *= slopes.x;
+      dscores(i + 1) *= slopes.y;
+    }
+    __syncthreads();
+  }
+
+ private:
+  CUTE_DEVICE __half2& word(int i) const { return words[i / 2 * kThreads + threadIdx.x]; }
+};
+
 // P and dS with modifiers and dropout. With keep probability k, P is kept / k where it is kept, and
 // dS = P * (dP * kept / k - D): the factor 1 / k is left to the ends of dV, dK and dQ, and D is
 // multiplied by k instead.
@@ -57,19 +87,24 @@ struct ModifiedScores {
   int first_key;
 
   // S -> P as dV wants it, handed over by calling store_probabilities; dP -> dS. add_bias() adds
-  // to scores that are scaled, hide() zeroes what the mask excludes.
-  template <class Scores, class Coords, class AddBias, class Hide, class Store>
+  // to scores that are scaled, hide() zeroes what the mask excludes. keeps_slopes: where modifiers
+  // have a curve, dS lacks its slopes.
+  template <class Scores, class Coords, class Slopes, class AddBias, class Hide, class Store>
   CUTE_DEVICE void differentiate(Scores& scores, Scores& dscores, Coords const& coords,
-                                 float const* lse_log2, float const* softmax_d, AddBias add_bias,
-                                 Hide hide, Store store_probabilities) const {
+                                 float const* lse_log2, float const* softmax_d, bool keeps_slopes,
+                                 Slopes const& slopes, AddBias add_bias, Hide hide,
+                                 Store store_probabilities) const {
     if (modifiers.is_curved()) {
       if (kDrops) drop(dscores, coords);
-      bool lacks_d = true;  // until scores are modified, for its registers
       const bool reaches = modifiers.scale_to_curve(scores);
       modifiers.apply_and_differentiate(
           scores, reaches, coords, query_begin, key_begin, [&](auto derivative) {
-            multiply_slopes(scores, dscores, coords, lacks_d ? softmax_d : nullptr, derivative);
-            lacks_d = false;
+            if (!keeps_slopes) {
+              multiply_slopes(scores, dscores, coords, softmax_d, derivative);
+              return;
+            }
+            slopes.keep(scores, derivative);
+            multiply_slopes(scores, dscores, coords, softmax_d, [](float) { return 1.0f; });
           });
       add_bias();
       probabilities(scores, coords, scale_log2, lse_log2);
@@ -122,14 +157,13 @@ struct ModifiedScores {
     }
   }
 
-  // dP -> (dP - D) times the slopes at modified scores; without softmax_d it is subtracted already.
+  // dP -> (dP - D) times the slopes at modified scores.
   template <class Scores, class Coords, class Derivative>
   CUTE_DEVICE void multiply_slopes(Scores const& modified, Scores& dscores, Coords const& coords,
                                    float const* softmax_d, Derivative derivative) const {
     CUTE_UNROLL
     for (int row = 0; row < size<0>(dscores); ++row) {
-      const float row_d =
-          softmax_d == nullptr ? 0.0f : softmax_d[get<0>(coords(row, 0))] * keep_probability;
+      const float row_d = softmax_d[get<0>(coords(row, 0))] * keep_probability;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(dscores); ++col) {
         const float slope = derivative(modified(row, col));
@@ -154,6 +188,7 @@ struct StepScores {
   bool makes_dbias;  // of CTAs that share a tile one does
   float const* lse_log2;
   float const* softmax_d;
+  __half2* free_words;  // of shared memory, one for two pairs of the tile, until dS is stored
 
   CUTE_DEVICE ScoreTile tile() const {
     return {sequence, step.head, step.tile * block_m, key_begin};
@@ -187,11 +222,16 @@ struct StepScores {
         hide_outside(scores, coords);
         Traits::Lists::apply(params.sparsity, step, tile, scores, coords, 0.0f);
       };
-      modified.differentiate(scores, dscores, coords, lse_log2, softmax_d, add_bias, hide,
-                             store_probabilities);
-      if (makes_dbias)
-        Traits::Bias::add_gradient(params.dbias, params.score.bias, tile,
-                                   1.0f / args.keep_probability, dscores, coords);
+      // A bias is added behind the curve, whose slopes its gradient lacks.
+      const bool is_wanted = Traits::has_bias && makes_dbias && params.dbias.data != nullptr;
+      const bool keeps_slopes = is_wanted && modified.modifiers.is_curved();
+      const KeptSlopes<Traits::threads> slopes{free_words};
+      modified.differentiate(scores, dscores, coords, lse_log2, softmax_d, keeps_slopes, slopes,
+                             add_bias, hide, store_probabilities);
+      if (!is_wanted) return;
+      Traits::Bias::add_gradient(params.dbias, params.score.bias, tile,
+                                 1.0f / args.keep_probability, dscores, coords);
+      if (keeps_slopes) slopes.multiply(dscores);
     }
   }
 

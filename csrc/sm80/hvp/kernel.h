@@ -18,6 +18,7 @@
 
 #include "shared/gradient/backward_arguments.h"
 #include "sm80/backward/loads.h"
+#include "sm80/backward/own_turns.h"
 #include "sm80/backward/results.h"
 #include "sm80/backward/steps.h"
 #include "sm80/hvp/scores.h"
@@ -90,6 +91,10 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
   BlockRange const& range = smem.range;
   if (work.tile == no_tile) return;
   const auto own = OwnGradients<Traits>::of(args, smem);
+  const OwnTurns<Traits> turns{args, work, own, thread};
+  if constexpr (Traits::is_sparse) {
+    if (turns.have_marks()) mark_tiles<Traits, Marked::skipped>(args, smem);
+  }
   const bool moves_q = tangents.q.data != nullptr;
   const bool moves_k = tangents.k.data != nullptr;
   // Of products that are sums over the two sides, that with tQ and that with tK. They stand in
@@ -192,13 +197,13 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
         multiply_queries(tdQrdQ, side == 0 ? smem.tangent_ds : smem.ds,
                          side == 0 ? smem.k : smem.tangent_k);
       const std::int64_t q_tile = loads.q_tile_index(step);
-      add_query_gradient<Traits>(args, sequence, q_tile, step.tile, work.tile, own.column_begin,
-                                 tdQrdQ, thread);
+      turns.wait(q_tile, step.tile);
+      add_query_gradient<Traits>(args, q_tile, own.column_begin, tdQrdQ, thread);
       CUTE_NO_UNROLL
       for (int side = 1; side >= first_side; --side)
         multiply_keys(tdKrdK, side == 0 ? smem.ds : smem.tangent_ds,
                       side == 0 ? smem.tangent_q : smem.q);
-      if (args.turns.used()) args.turns.pass_on(q_tile, thread, [] { __syncthreads(); });
+      turns.pass_on(q_tile);
     }
   };
 
@@ -219,6 +224,9 @@ __global__ void __launch_bounds__(HvpTraits<Tag>::threads)
     }
   }
   leave_key_gradients<Traits>(args, sequence, smem, own, tdKrdK, tdVrdV, thread);
+  if constexpr (Traits::is_sparse) {
+    if (turns.have_marks()) mark_tiles<Traits, Marked::all>(args, smem);
+  }
 }
 
 }  // namespace flash_attn_cuda::sm80
