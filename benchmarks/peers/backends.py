@@ -199,6 +199,7 @@ def features_of(case: AttentionCase) -> list[str]:
         "alibi_slopes": case.alibi is not None,
         "dropout_p": case.dropout_p > 0.0,
         "deterministic": case.deterministic,
+        "return_max_logits": case.max_logits,
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
 

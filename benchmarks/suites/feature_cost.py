@@ -29,6 +29,7 @@ DROPOUT_P = 0.1
 KEEPS_80_PERCENT = Target("over_plain", 0.8)
 TAKES_15_PERCENT = Target("over_plain", 1 / 1.15)
 KEEPS_75_PERCENT = Target("over_plain", 0.75)
+TAKES_1_PERCENT = Target("over_plain", 1 / 1.01)
 
 TIMED_COLUMNS = (  # of a timed_row
     Column("D", "head_dim"),
@@ -87,6 +88,7 @@ def variants(causal: bool) -> tuple[Variant, ...]:
         Variant("ALiBi", {"alibi": Alibi.per_head}, TAKES_15_PERCENT),
         Variant("window {},{}".format(*window), {"window": window}, TAKES_15_PERCENT),
         DETERMINISTIC,
+        Variant("max_logits", {"max_logits": True}, TAKES_1_PERCENT),
         Variant("torch", {}, backend="sdpa_flash", plain="torch"),
         Variant("torch dropout 0.1", dropout, backend="sdpa_flash", plain="torch"),
     )
@@ -123,12 +125,8 @@ def plain_case(seqlen: int, head_dim: int, causal: bool, device: str) -> Attenti
 def measure_group(group: FeatureGroup, protocol: Protocol) -> Iterator[Row]:
     inputs = make_input_sets(group.plain)
     for which in group.passes:
-        # The mode is one of the backward.
-        timed = [
-            variant
-            for variant in group.variants
-            if which is Pass.backward or not variant.changes.get("deterministic")
-        ]
+        of_other_pass = {Pass.forward: "deterministic", Pass.backward: "max_logits"}[which]
+        timed = [x for x in group.variants if of_other_pass not in x.changes]
         cases = [replace(group.plain, **variant.changes) for variant in timed]
         subjects = []
         for variant, case in zip(timed, cases, strict=True):

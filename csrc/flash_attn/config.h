@@ -114,6 +114,15 @@ constexpr int warps_with_own_keys(const ForwardConfig& decode) {
   return decode.num_warps / ctas_of_columns(decode.columns_per_warp, decode.head_dim_v);
 }
 
+// Whether a kernel writes the largest score of each head (shared/max_logits.h). Those of calls
+// over a cache have no registers for it.
+constexpr bool can_write_max_logits(const ForwardConfig& config) {
+  const bool is_of_caches = config.family == KernelFamily::sm90 &&
+                            (config.features & (feature::paged_kv | feature::split_kv)) != 0;
+  const bool has_tiles = config.kind == ForwardKind::tiles || config.kind == ForwardKind::tall;
+  return has_tiles && !is_of_caches && can_keep_rounding(config.features);
+}
+
 struct Sm80ForwardConfig {
   bool keeps_pointers;  // pointers to K and V stay in registers between blocks
 };

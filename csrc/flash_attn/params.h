@@ -269,6 +269,9 @@ struct ForwardParams {
   // multiples of eight.
   TensorView out_rounding;
   RowView<float> lse;              // natural logarithm
+  // (batch_size, num_heads_q): the largest score of each head's pairs, without the sink, not below
+  // what the caller wrote there; null: not wanted.
+  float* max_logits = nullptr;
   TangentParams tangents;          // given: out and lse are read, and their tangents written
   DeviceErrors* errors = nullptr;  // may be null
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant

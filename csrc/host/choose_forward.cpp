@@ -39,7 +39,8 @@ std::int64_t packed_rows(const ForwardParams& params) {
 // The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
 // also the ones whose bits can be independent of the batch.
 bool prefers_decode(const ForwardParams& params) {
-  if (params.dropout.threshold > 0 || params.tangents.is_given) return false;
+  if (params.dropout.threshold > 0 || params.tangents.is_given || params.max_logits != nullptr)
+    return false;
   if (params.split.batch_invariant && is_packed(params.sequences)) return true;
   constexpr std::int64_t rows_with_cache = 64;
   constexpr std::int64_t rows_without = 16;
@@ -273,7 +274,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
       wants_smaller_steps(params, plain.config, prefers_tall ? tall->config : plain.config,
                           short_row->config, device))
     return *short_row;
-  if (prefers_tall) return *tall;
+  if (prefers_tall || params.max_logits != nullptr) return prefers_tall ? *tall : plain;
   request.features |= feature::split_kv;
   const ForwardInstance* over_cache = find_instance(instances, request, device);
   const bool prefers_cache_row =
@@ -293,7 +294,9 @@ int choose_splits(const ForwardParams& params, const ForwardInstance& instance, 
   const AttentionShape& shape = params.shape;
   const ForwardConfig& config = instance.config;
   const bool decodes = config.kind == ForwardKind::decode;
-  if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0) return 1;
+  if ((config.features & feature::split_kv) == 0 || ctas == 0 || shape.seqlen_k == 0 ||
+      params.max_logits != nullptr)
+    return 1;
   if (params.split.batch_invariant)
     return decodes ? ceil_div(most_keys_of_decode(params), invariant_split_keys) : 1;
 

@@ -212,6 +212,8 @@ ForwardPlan plan_forward(const ForwardParams& given, const DeviceInfo& device,
   plan.has_vector_rows = has_vector_rows(params);
   plan.instance = &choose_instance(params, plan.extents, plan.has_vector_rows, device, instances);
   const ForwardConfig& config = plan.instance->config;
+  if (params.max_logits != nullptr && !can_write_max_logits(config))
+    throw_error("max_logits must be null where ", plan.instance->name, " runs a call");
   plan.num_ctas = ctas_that_fit(*plan.instance, device);
   plan.schedule = schedule_tiles(params, plan, device);
   if (is_packed(params.sequences)) {

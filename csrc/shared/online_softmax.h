@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "shared/fragments.h"
+#include "shared/max_logits.h"
 
 namespace flash_attn_cuda {
 
@@ -26,6 +27,8 @@ inline constexpr float kLargestSum = 32768.0f;  // of what a lane has of a row o
 // Scores that are known to rise by more than this with every block, in powers of two, soon exceed
 // any reference too far.
 inline constexpr float kSteepRise = 2.0f;
+// In powers of two, more than rounding makes of an exponent and of its power.
+inline constexpr float kSlackOfLimit = 0.125f;
 
 // A row is spread over the four lanes of a quad.
 template <class Op>
@@ -131,9 +134,10 @@ struct StraightScores {
   CUTE_DEVICE float exponent(float score, float offset) const {
     return score * scale_log2 - offset;
   }
+  CUTE_DEVICE static float score(float score) { return score; }
 };
 
-template <int kRows>
+template <int kRows, class Maximum = NoMaximum>
 struct OnlineSoftmax {
   float scale_log2;      // softmax_scale * log2(e), positive
   float row_max[kRows];  // reference maximum of the raw scores; -inf until a visible key was seen
@@ -143,6 +147,7 @@ struct OnlineSoftmax {
   float row_sum[kRows];   // of this lane's columns
   bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
   bool needs_maximum = true;  // some row of the warp has no reference yet, or it shifts
+  [[no_unique_address]] Maximum maximum;  // of the head's scores (max_logits.h)
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) {
     CUTE_UNROLL
@@ -150,14 +155,21 @@ struct OnlineSoftmax {
       row_max[row] = -INFINITY;
       row_offset[row] = 0.0f;
       row_sum[row] = 0.0f;
+      if constexpr (Maximum::is_of_sums) maximum.limits[row] = kLargestSum;
     }
+  }
+  // rows: those of the tile (RowsOfHead), here and below.
+  template <class Rows>
+  CUTE_DEVICE OnlineSoftmax(float scale, Rows const& rows) : OnlineSoftmax(scale) {
+    if constexpr (Maximum::exists)
+      if (rows.are_wanted()) maximum.start(rows.place());
   }
 
   // Scores (rows, columns) of one key block become P in place; O (rows, head_dim) follows if a
   // reference moved.
-  template <class Scores, class Output>
-  CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o) {
-    softmax(scores, [&](int row, float factor) { multiply_row(o, row, factor); });
+  template <class Scores, class Output, class Rows = NoRows>
+  CUTE_DEVICE void softmax_rescale_o(Scores& scores, Output& o, Rows const& rows = {}) {
+    softmax(scores, [&](int row, float factor) { multiply_row(o, row, factor); }, rows);
   }
 
   template <class Output>
@@ -168,10 +180,10 @@ struct OnlineSoftmax {
   }
 
   // softmax_rescale_o() with an O that rescale(row, factor) multiplies.
-  template <class Scores, class Rescale>
-  CUTE_DEVICE void softmax(Scores& scores, Rescale rescale) {
+  template <class Scores, class Rescale, class Rows = NoRows>
+  CUTE_DEVICE void softmax(Scores& scores, Rescale rescale, Rows const& rows = {}) {
     NoRowBias none;
-    follow_maximum(scores, rescale, none);
+    follow_maximum(scores, rescale, none, rows);
     exponentiate(scores);
   }
 
@@ -182,17 +194,18 @@ struct OnlineSoftmax {
   //
   // It looks for the maximum only where scores are known to rise. If a sum says that a reference
   // was too low, P may be inf, but the scores are there still, and the block is done again.
-  template <class Element, class Scores, class Pairs, class Bias, class Rescale, class Drop>
-  CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Bias row_bias, Rescale rescale,
-                                    Drop drop, bool is_too_large = false) {
+  template <class Element, class Scores, class Pairs, class Bias, class Rows, class Rescale,
+            class Drop>
+  CUTE_DEVICE void softmax_to_pairs(Scores& scores, Pairs& pairs, Bias row_bias, Rows const& rows,
+                                    Rescale rescale, Drop drop, bool is_too_large = false) {
     using namespace cute;
     const StraightScores straight{scale_log2};
     bool follows = needs_maximum || is_too_large || row_bias.is_steep(scale_log2);
     float sums[kRows];
     do {
-      if (follows) follow_maximum(scores, rescale, row_bias);
+      if (follows) follow_maximum(scores, rescale, row_bias, rows);
       exponentiate_pairs<Element>(scores, straight, pairs, row_bias, drop, sums);
-      follows = !follows && has_too_large(sums);
+      follows = !follows && exceed_limits(sums) && !sees_all(scores, straight, row_bias, sums, rows);
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
@@ -201,13 +214,14 @@ struct OnlineSoftmax {
   // softmax_to_pairs() of numbers of which the scores are a curve, when !needs_maximum: in one
   // loop, so that exponentials hide what the curve takes. False: a score exceeds its reference too
   // far, `pairs` are of no use, and the sums and references are as they were.
-  template <class Element, class Numbers, class Curve, class Pairs>
-  CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs) {
+  template <class Element, class Numbers, class Curve, class Pairs, class Rows>
+  CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs,
+                                             Rows const& rows) {
     using namespace cute;
     auto keep_all = [](int, float (&)[2][4]) {};
     float sums[kRows];
     exponentiate_pairs<Element>(numbers, curve, pairs, NoRowBias{}, keep_all, sums);
-    if (has_too_large(sums)) {
+    if (exceed_limits(sums) && !sees_all(numbers, curve, NoRowBias{}, sums, rows)) {
       // So that the compiler makes anew what the next attempt shares with this one: there are no
       // registers to keep it in.
       CUTE_UNROLL
@@ -230,6 +244,7 @@ struct OnlineSoftmax {
                                   : __fmul_rn(references[row], scale_log2) - row_offset[row];
       references[row] = references[row] == -INFINITY ? 1.0f : fast_exp2(change);
     }
+    if constexpr (Maximum::is_of_sums) set_limits(maximum.known);
   }
 
   // O *= o_scale / row sum; lse[row] gets the natural log-sum-exp of the scaled scores and `sink`.
@@ -262,26 +277,96 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffffu, too_large);
   }
 
+  // Whether it was, or there may be a score above the known maximum.
+  CUTE_DEVICE bool exceed_limits(float const (&sums)[kRows]) const {
+    if constexpr (Maximum::is_of_sums) {
+      bool exceed = false;
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) exceed |= !(sums[row] <= maximum.limits[row]);
+      return __any_sync(0xffffffffu, exceed);
+    } else {
+      return has_too_large(sums);
+    }
+  }
+
+  // Of a block whose sums exceed their limits: looks for its maximum, unless a reference was too
+  // low, and returns false then.
+  template <class Numbers, class Curve, class Bias, class Rows>
+  CUTE_DEVICE bool sees_all(Numbers const& numbers, Curve const& curve, Bias const& row_bias,
+                            float const (&sums)[kRows], Rows const& rows) {
+    if constexpr (Maximum::is_of_sums) {
+      if (!rows.are_wanted() || has_too_large(sums)) return false;
+      float block_max[kRows];
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row)
+        block_max[row] = row_bias.add_to(curve.score(largest_of(numbers, row)), row);
+      see(block_max, rows);
+      return true;
+    } else {
+      return false;
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static float largest_of(Scores const& scores, int row) {
+    using namespace cute;
+    float largest = scores(row, 0);
+    CUTE_UNROLL
+    for (int col = 1; col < size<1>(scores); ++col) largest = fmaxf(largest, scores(row, col));
+    return largest;
+  }
+
+  // Takes the largest scores that this lane has of a block.
+  template <class Rows>
+  CUTE_DEVICE void see(float const (&block_max)[kRows], Rows const& rows) {
+    constexpr float ln2 = 0.693147180559945f;
+    float largest = -INFINITY;  // NaN does not count
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row)
+      if (rows.attends(row)) largest = fmaxf(largest, block_max[row]);
+    largest = warp_max(largest);
+    const float natural = largest * (scale_log2 * ln2);
+    if constexpr (Maximum::is_of_sums) {
+      if (natural > maximum.known) raise_maximum(rows.place(), natural);
+      set_limits(fmaxf(natural, maximum.known));
+      maximum.known = read_maximum(rows.place());  // for the next time
+    } else if (largest > maximum.known) {
+      maximum.known = largest;
+      raise_maximum(rows.place(), natural);
+    }
+  }
+
+  // largest: natural. inf, where it is not wanted: what a reference allows.
+  CUTE_DEVICE void set_limits(float largest) {
+    constexpr float log2e = 1.44269504088896f;
+    const float known = largest * log2e - kSlackOfLimit;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row)
+      maximum.limits[row] = fminf(kLargestSum, fast_exp2(known - row_offset[row]));
+  }
+
   // Moves the references if these scores exceed them too far. rescale_row(row, factor) then gets
   // the factor for what was made with a row's old one.
-  template <class Scores, class RescaleRow, class Bias>
-  CUTE_DEVICE void follow_maximum(Scores& scores, RescaleRow& rescale_row, Bias& row_bias) {
+  template <class Scores, class RescaleRow, class Bias, class Rows>
+  CUTE_DEVICE void follow_maximum(Scores& scores, RescaleRow& rescale_row, Bias& row_bias,
+                                  Rows const& rows) {
     using namespace cute;
     float block_max[kRows];
     bool moves = false;
+    bool rises = false;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      block_max[row] = scores(row, 0);
-      CUTE_UNROLL
-      for (int col = 1; col < size<1>(scores); ++col) {
-        block_max[row] = fmaxf(block_max[row], scores(row, col));
-      }
-      block_max[row] = row_bias.add_to(block_max[row], row);
+      block_max[row] = row_bias.add_to(largest_of(scores, row), row);
       moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
+      rises |= maximum.is_below(block_max[row]);
     }
-    if (!__any_sync(0xffffffffu, moves || shifts)) return;
-    move_reference(block_max, rescale_row);
-    if (shifts) subtract_reference(scores, row_bias);
+    if (!__any_sync(0xffffffffu, moves || shifts || rises)) return;
+    if (!Maximum::exists || __any_sync(0xffffffffu, moves || shifts)) {
+      move_reference(block_max, rescale_row);
+      if (shifts) subtract_reference(scores, row_bias);
+    }
+    if constexpr (Maximum::exists)
+      if (rows.are_wanted()) see(block_max, rows);
   }
 
   template <class Scores>

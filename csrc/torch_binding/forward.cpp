@@ -1,8 +1,10 @@
 #include "torch_binding/forward.h"
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <mutex>
 
 #include "flash_attn/api.h"
@@ -68,6 +70,12 @@ Results run_forward_call(const AttentionCall& call, bool keeps_rounding) {
     results.out_rounding = allocate(output_sizes(call), at::kChar, q);
     params.out_rounding = output_view(results.out_rounding);
   }
+  if (call.return_max_logits) {
+    results.max_logits = at::full({params.shape.batch_size, params.shape.num_heads_q},
+                                  -std::numeric_limits<float>::infinity(),
+                                  q.options().dtype(at::kFloat));
+    params.max_logits = results.max_logits.mutable_data_ptr<float>();
+  }
   params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;
   const ForwardPlan plan = plan_forward(params, device_of_call(call));
   at::Tensor workspace;
@@ -96,6 +104,8 @@ ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& devic
                               bool with_tangents) {
   ForwardParams params = forward_params(call);
   params.out = output_view(without_memory(output_sizes(call), call.q));
+  float nowhere = 0.0f;
+  if (call.return_max_logits) params.max_logits = &nowhere;
   params.tangents = tangents_without_memory(params, with_tangents);
   return plan_forward(params, device);
 }

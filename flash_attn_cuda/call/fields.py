@@ -142,6 +142,7 @@ class AttentionCall:
     block_columns: Tensor | None = argument(None, shape="(B?, Hq?, Tk, 2 + Tq)", over_pairs=True)
     mask_bits: Tensor | None = argument(None, shape="(B?, Hq?, Sq, 4 * Tk)", over_pairs=True)
     return_softmax: bool = argument(False, part="forward")  # S_dmask, where there is dropout
+    return_max_logits: bool = argument(False, part="forward")
     # 0: chosen, for pages and caches; others are not split
     num_splits: int = argument(0, at_least=0, at_most=256, part="forward")
     batch_invariant: bool = argument(False, part="forward")
@@ -463,6 +464,9 @@ class Results(NamedTuple):
     rng_state: Tensor | None  # (2,), int64: seed and offset; None or empty without dropout
     # as out, int8: what rounding takes from it (rounding.py); None or empty where not wanted
     out_rounding: Tensor | None = None
+    # (B, Hq), as softmax_lse: the largest score of a head's softmax, -inf of none, the sink none of
+    # them; None or empty where not wanted
+    max_logits: Tensor | None = None
 
 
 def forms_of_results(call: AttentionCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -474,6 +478,10 @@ def forms_of_results(call: AttentionCall) -> dict[str, tuple[tuple[int, ...], to
         "S_dmask": (call.s_dmask_shape(), call.q.dtype),
         "rng_state": ((2 if call.dropout_p > 0.0 else 0,), torch.int64),
         "out_rounding": (out if call.returns_rounding() else (0,), torch.int8),
+        "max_logits": (
+            (call.batch(), call.heads_q()) if call.return_max_logits else (0,),
+            call.lse_dtype(),
+        ),
     }
 
 

@@ -94,7 +94,7 @@ def range_in_words(said: Mapping[str, Any]) -> str:
 
 
 # What calls alone have that a backward follows.
-_OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin")
+_OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin", "return_max_logits")
 _OF_PACKED = ("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "qv")
 _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)

@@ -8,7 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..call.fields import AttentionCall, Gradients, Incoming, Results, Tangents
+from ..call.fields import (
+    AttentionCall,
+    Gradients,
+    Incoming,
+    Results,
+    Tangents,
+    forms_of_results,
+)
 from ..call.rounding import is_known, rounded, unrounded
 from .dense import attention_backward, attention_forward, probabilities
 from .second_order import attention_hvp, attention_jvp, hvp_of_sink
@@ -28,17 +35,20 @@ def forward_on_cpu(
     out = q.new_zeros(call.out_shape(), dtype=dtype)
     softmax_lse = q.new_full(call.lse_shape(), -math.inf, dtype=call.lse_dtype())
     s_dmask = q.new_zeros(call.s_dmask_shape())
+    of_heads, dtype_of_logits = forms_of_results(call)["max_logits"]
+    max_logits = q.new_full(of_heads, -math.inf, dtype=dtype_of_logits)
     with torch.autocast("cpu", enabled=False):
         append(call)
         for each in sequences_of(call):
             lse = softmax_lse[each.rows]
-            attention_forward(each.call, out[each.queries], lse, tiling)
+            largest = max_logits[each.entry] if call.return_max_logits else None
+            attention_forward(each.call, out[each.queries], lse, tiling, largest)
             if call.wants_s_dmask():
                 seqlen_q, seqlen_k = each.call.q.shape[1], each.call.k.shape[1]
                 probs = s_dmask[each.entry, :, :seqlen_q, :seqlen_k]
                 probabilities(each.call, lse, probs, tiling)
     out, rounding = rounded(out, q.dtype) if keeps else (out, q.new_empty((0,), dtype=torch.int8))
-    return Results(out, softmax_lse, s_dmask, rng_state, rounding)
+    return Results(out, softmax_lse, s_dmask, rng_state, rounding, max_logits)
 
 
 def jvp_on_cpu(

@@ -14,14 +14,19 @@ from .tiles import DEFAULT_TILING, Problem, Tiling
 
 
 def attention_forward(
-    call: AttentionCall, out: Tensor, lse: Tensor, tiling: Tiling = DEFAULT_TILING
+    call: AttentionCall,
+    out: Tensor,
+    lse: Tensor,
+    tiling: Tiling = DEFAULT_TILING,
+    max_logits: Tensor | None = None,
 ) -> None:
     """Attention of q (B, Sq, Hq, D) over k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv); FlashAttention-2,
     Algorithm 1.
 
     Writes out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), the natural logarithm of the softmax's
     denominator, in fp32 (fp64 for fp64 inputs). A query that sees no key gets out 0 and lse -inf,
-    unless something else is in its softmax. Dropout takes part in out alone.
+    unless something else is in its softmax. Dropout takes part in out alone. max_logits (B, Hq) is
+    raised to the largest score of every head.
     """
     if has_lists_within_a_group(call):
         group = call.q.shape[2] // call.k.shape[2]
@@ -36,6 +41,8 @@ def attention_forward(
             for n_block in problem.key_blocks_seen_by(lanes, m_block):
                 scores = torch.bmm(q_tile, lanes.key_tile(call.k, n_block).mT)
                 problem.modify(scores, lanes, m_block, n_block)
+                if max_logits is not None:
+                    problem.raise_to_largest(max_logits, scores, lanes)
                 new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
                 # A row that has seen no key has maximum -inf, and -inf - -inf is no number.
                 finite_max = new_max.masked_fill(new_max == -math.inf, 0.0)

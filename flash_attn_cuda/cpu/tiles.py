@@ -312,6 +312,11 @@ class Problem:
         sink = self.call.sink[lanes.heads_q, None].to(self.dtype)
         return sink.expand(batches, -1, len(m_block)).reshape(row_sum.shape), row_sum + 1.0
 
+    def raise_to_largest(self, max_logits: Tensor, scores: Tensor, lanes: Lanes) -> None:
+        """max_logits (B, Hq), in place."""
+        part = max_logits[lanes.part]
+        part.copy_(part.maximum(self._by_head(scores, lanes).amax((2, 3))))
+
     def _by_head(self, tile: Tensor, lanes: Lanes) -> Tensor:
         """(lanes, group * block_m, block_n) as (batches, heads_q, block_m, block_n)."""
         heads = lanes.heads_q.stop - lanes.heads_q.start

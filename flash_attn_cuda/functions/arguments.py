@@ -19,7 +19,7 @@ from ..call.tensors import as_index, check_dtype, check_tensor, lse_dtype, refus
 from ..installed import build_info
 from ..operators.dtensor_import import is_dtensor
 
-Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
+Result: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 def of_lse_dtype(name: str, x: Any, q: Tensor, *, is_differentiable: bool = True) -> Any:

@@ -46,15 +46,20 @@ def attend(
     call: AttentionCall, return_attn_probs: bool = False, names: Names | None = None
 ) -> Result:
     """What a public function returns. `names`: what errors call the arguments."""
-    return returned(results_of(call, return_attn_probs, names), return_attn_probs)
+    results = results_of(call, return_attn_probs, names)
+    return returned(results, return_attn_probs, call.return_max_logits)
 
 
-def returned(results: Results, return_attn_probs: bool) -> Result:
-    """out, or (out, softmax_lse, S_dmask)."""
+def returned(results: Results, return_attn_probs: bool, return_max_logits: bool) -> Result:
+    """out, or (out[, softmax_lse, S_dmask][, max_logits])."""
     out, s_dmask = results.out, results.S_dmask
-    if not return_attn_probs:
-        return out
-    return out, results.softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
+    found = (out,)
+    if return_attn_probs:
+        found += results.softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
+    if return_max_logits:
+        assert results.max_logits is not None
+        found += (results.max_logits,)
+    return out if len(found) == 1 else found
 
 
 def results_of(

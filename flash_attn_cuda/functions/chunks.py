@@ -142,8 +142,10 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
     if is_dtensor(call.q) or is_dtensor(call.k):
         return _in_shards(call, lambda part: attend_in_chunks(part, chunk, True))
     if call.is_packed():
-        cut = _hiding_others(call, chunk) if call.has_masks() else _of_packed(call, chunk)
-        return results_of(cut, returns_lse)
+        if call.has_masks():
+            return results_of(_hiding_others(call, chunk), returns_lse)
+        cut, owner = _of_packed(call, chunk)
+        return _with_logits_of(call, results_of(cut, returns_lse), owner)
     (batch, seqlen_q), seqlen_k = call.q.shape[:2], call.k.shape[1]
     if seqlen_q <= seqlen_k <= chunk:
         return results_of(call, returns_lse)
@@ -151,9 +153,10 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
         return results_of(_hiding_others(call, chunk), returns_lse)
     if seqlen_q == seqlen_k and seqlen_q % chunk == 0:
         cut = _of_equal_chunks(call, chunk)
+        owner = torch.arange(cut.batch(), device=call.q.device) // (seqlen_q // chunk)
     else:
-        cut = _of_packed(call.packed(), chunk, before=seqlen_q > seqlen_k)
-    found = results_of(cut, returns_lse)
+        cut, owner = _of_packed(call.packed(), chunk, before=seqlen_q > seqlen_k)
+    found = _with_logits_of(call, results_of(cut, returns_lse), owner)
     softmax_lse = found.softmax_lse
     if returns_lse and cut.is_packed():
         softmax_lse = softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
@@ -161,6 +164,16 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
         softmax_lse = softmax_lse.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
     out = found.out.reshape(batch, seqlen_q, *found.out.shape[-2:])
     return found._replace(out=out, softmax_lse=softmax_lse)
+
+
+def _with_logits_of(call: AttentionCall, found: Results, owner: Tensor) -> Results:
+    """With max_logits, where wanted, of the call's sequences; owner: of each piece."""
+    pieces = found.max_logits
+    if not call.return_max_logits or pieces is None:
+        return found
+    whole = pieces.new_full((call.batch(), pieces.shape[1]), -torch.inf)
+    index = owner[:, None].expand(pieces.shape)
+    return found._replace(max_logits=whole.scatter_reduce(0, index, pieces, "amax"))
 
 
 def _in_shards(call: AttentionCall, attend: Callable[[AttentionCall], Results]) -> Results:
@@ -191,7 +204,10 @@ def packed_sequences(call: AttentionCall) -> Sequences:
     return Sequences(cu_q[:-1].long(), len_q, row_k, row_k + pad, last_k - pad)
 
 
-def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> AttentionCall:
+def _of_packed(
+    call: AttentionCall, chunk: int, before: bool = True
+) -> tuple[AttentionCall, Tensor]:
+    """Chunks as packed sequences, and the call's sequence that each is of."""
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_q is not None and cu_k is not None
     whole = packed_sequences(call)
@@ -200,7 +216,7 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
     count = call.k.shape[0] // chunk + (2 if before else 1) * batch
     cut = _cut(whole, chunk, count, end_q=end_q, end_k=end_k, before=before, late=False)
     has_own_lengths = call.seqused_k is not None or call.leftpad_k is not None
-    return replace(
+    made = replace(
         call,
         cu_seqlens_q=_bounds(cut.first_q, end_q),
         cu_seqlens_k=_bounds(cut.first_k, end_k),
@@ -212,6 +228,7 @@ def _of_packed(call: AttentionCall, chunk: int, before: bool = True) -> Attentio
         alibi_slopes=_rows_of(call.alibi_slopes, cut.owner),
         **_scales_of(call, cut.owner),
     )
+    return made, cut.owner
 
 
 # -- with a mask or a bias -----------------------------------------------------------------------

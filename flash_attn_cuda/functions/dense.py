@@ -42,6 +42,7 @@ def flash_attn_func(
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
     key_list_queries: int = 1,
+    return_max_logits: bool = False,
 ) -> Result:
     """Attention of queries over keys and values: Dao, "FlashAttention-2" (2023), section 3.1.
 
@@ -101,6 +102,7 @@ def flash_attn_func(
             (BlockSparsity.from_key_lists). With another mask a query sees what both show.
         key_list_block: 1, 8, 16, 32, 64 or 128.
         key_list_queries: 1, 64 or 128: queries that have a list together, the last one's fewer.
+        return_max_logits: also return max_logits, for QK-clip (Kimi Team, "Kimi K2", 2025).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, or (out, softmax_lse, S_dmask):
@@ -108,6 +110,9 @@ def flash_attn_func(
         denominator, in fp32 (fp64 for fp64 inputs). S_dmask is empty without dropout; with it,
         (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, it holds the probabilities before
         dropout, negated where they are dropped.
+        With return_max_logits, max_logits (batch, heads_q) comes last, of softmax_lse's dtype and
+        without a gradient: the largest score of each head that is in a softmax, -inf where none
+        is; a sink is no score.
         A query that sees no key has out 0, softmax_lse -inf (with a sink, that) and no gradient.
         Differentiable twice in q, k and v through out and softmax_lse, in reverse and forward mode
         (docs/second_order.md). Under torch.autocast the inputs are cast to its dtype first.
@@ -131,11 +136,14 @@ def flash_attn_func(
         and key_list_block == key_list_queries == 1
         and attention_chunk == 0
     ):
-        return _attend(q, k, v, options, return_attn_probs, keep_rounding, NAMES)
+        wanted = return_attn_probs, return_max_logits
+        return _attend(q, k, v, options, wanted, keep_rounding, NAMES)
     check_tensor("q", q)
     call = describe(q=q, k=k, v=v, **options_of(*options))
     if not keep_rounding:
         call.saves_memory = True
+    if return_max_logits:
+        call.return_max_logits = True
     lists = given_lists(key_lists, key_list_block, key_list_queries)
     masks = Masks(attn_mask, block_mask, block_size, lists)
     if sink is not None:
@@ -146,7 +154,7 @@ def flash_attn_func(
         add_relative_bias(call, relative_bias)
     if attention_chunk != 0:
         results = attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
-        return returned(results, return_attn_probs)
+        return returned(results, return_attn_probs, return_max_logits)
     return attend(call, return_attn_probs)
 
 
@@ -163,6 +171,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     keep_rounding: bool = True,
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func with kv (batch, seqlen_k, 2, heads_k, head_dim) for keys and values.
 
@@ -174,7 +183,8 @@ def flash_attn_kvpacked_func(
     )
     check_packed("kv", kv, "(batch, seqlen_k, 2, heads_k, head_dim)", 2)
     k, v = kv.unbind(2)
-    return _attend(q, k, v, options, return_attn_probs, keep_rounding, _KVPACKED_NAMES)
+    wanted = return_attn_probs, return_max_logits
+    return _attend(q, k, v, options, wanted, keep_rounding, _KVPACKED_NAMES)
 
 
 def flash_attn_qkvpacked_func(
@@ -189,6 +199,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     keep_rounding: bool = True,
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func with qkv (batch, seqlen, 3, heads, head_dim) for all three.
 
@@ -200,7 +211,8 @@ def flash_attn_qkvpacked_func(
     )
     check_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
     q, k, v = qkv.unbind(2)
-    return _attend(q, k, v, options, return_attn_probs, keep_rounding, _QKVPACKED_NAMES)
+    wanted = return_attn_probs, return_max_logits
+    return _attend(q, k, v, options, wanted, keep_rounding, _QKVPACKED_NAMES)
 
 
 def _attend(
@@ -208,11 +220,14 @@ def _attend(
     k: Tensor,
     v: Tensor,
     options: tuple[Any, ...],
-    return_attn_probs: bool,
+    wanted: tuple[bool, bool],
     keep_rounding: bool,
     names: Names,
 ) -> Result:
-    """A call of nothing but these, whose host time counts most where it is full or causal."""
+    """A call of nothing but these, whose host time counts most where it is full or causal.
+    wanted: return_attn_probs and return_max_logits.
+    """
+    return_attn_probs, return_max_logits = wanted
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic = options
     if (
         is_unlimited(window_size)
@@ -221,6 +236,7 @@ def _attend(
         and alibi_slopes is None
         and (softmax_scale is None or type(softmax_scale) is float)
         and keep_rounding
+        and not return_max_logits
     ):
         results = attend_plainly(q, k, v, softmax_scale, bool(causal), return_attn_probs, names)
         if results is not None:
@@ -229,4 +245,6 @@ def _attend(
     call = describe(q=q, k=k, v=v, **options_of(*options))
     if not keep_rounding:
         call.saves_memory = True
+    if return_max_logits:
+        call.return_max_logits = True
     return attend(call, return_attn_probs, names)

@@ -70,6 +70,7 @@ def flash_attn_varlen_func(
     key_list_block: int = 1,
     key_list_queries: int = 1,
     values_include_rope: bool = False,
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -131,6 +132,7 @@ def flash_attn_varlen_func(
         relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
             max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
         values_include_rope: as in flash_attn_with_kvcache.
+        return_max_logits: as in flash_attn_func, and not with a block_table, a qv or k of FP8.
 
     Returns:
         out (total_q, heads_q, head_dim_v), `out` itself where it was given, or (out, softmax_lse
@@ -199,12 +201,14 @@ def flash_attn_varlen_func(
         add_lists(call, key_lists, key_list_block, key_list_queries)
     if not keep_rounding:
         call.saves_memory = True
+    if return_max_logits:
+        call.return_max_logits = True
     if out is not None:
         check_tensor("v", v)
         call.out = out
     if attention_chunk != 0:
         results = attend_in_chunks(call, check_chunk(attention_chunk), return_attn_probs)
-        return returned(results, return_attn_probs)
+        return returned(results, return_attn_probs, return_max_logits)
     return attend(call, return_attn_probs)
 
 
@@ -225,6 +229,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     keep_rounding: bool = True,
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_varlen_func with kv (total_k, 2, heads_k, head_dim) for keys and values.
 
@@ -240,6 +245,8 @@ def flash_attn_varlen_kvpacked_func(
     call = describe(q=q, k=k, v=v, **packed_lengths(q, k, given, _KVPACKED_NAMES), **options)
     if not keep_rounding:
         call.saves_memory = True
+    if return_max_logits:
+        call.return_max_logits = True
     return attend(call, return_attn_probs, _KVPACKED_NAMES)
 
 
@@ -257,6 +264,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     keep_rounding: bool = True,
+    return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_varlen_func with qkv (total, 3, heads, head_dim) for all three.
 
@@ -272,4 +280,6 @@ def flash_attn_varlen_qkvpacked_func(
     call = describe(q=q, k=k, v=v, **packed_lengths(q, k, given, _QKVPACKED_NAMES), **options)
     if not keep_rounding:
         call.saves_memory = True
+    if return_max_logits:
+        call.return_max_logits = True
     return attend(call, return_attn_probs, _QKVPACKED_NAMES)

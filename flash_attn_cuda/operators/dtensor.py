@@ -272,6 +272,7 @@ def whole_results(call: AttentionCall, split: Split, found: Results) -> Results:
         "S_dmask": (layout_of_q[0], HEADS, WHOLE, WHOLE),
         "rng_state": (WHOLE,),
         "out_rounding": layout_of_q,
+        "max_logits": (WHOLE if call.is_packed() else layout_of_q[0], HEADS),
     }
     made = {}
     for name, (shape, _) in forms_of_results(call).items():

@@ -30,7 +30,7 @@ _FOLDED = ("q", "k", "v", "alibi_slopes")
 _OTHERS = tuple(name for name in TENSORS if name not in (*_FOLDED, *OVER_PAIRS, "sink"))
 Dims = dict[str, Any]  # vmap's dimension of each argument, or None
 # Results of which every batch entry has its own, and what it may share with others.
-_OF_ENTRIES = frozenset(("out", "softmax_lse", "S_dmask", "out_rounding"))
+_OF_ENTRIES = frozenset(("out", "softmax_lse", "S_dmask", "out_rounding", "max_logits"))
 _SHARED = frozenset(("rng_state",))
 
 

@@ -167,7 +167,9 @@ def _padded(x: Tensor) -> Tensor:
 def attend(
     case: Case, inputs: Any, q: Tensor, k: Tensor, v: Tensor, **changes: Any
 ) -> tuple[Tensor, ...]:
-    """(out, lse, S_dmask) of the public function for this case, on these tensors."""
+    """(out, lse, S_dmask) and what else the public function returns for this case, on these
+    tensors.
+    """
     options = {**case.arguments(), "alibi_slopes": inputs.alibi_slopes, "return_attn_probs": True}
     options |= changes
     if case.dropout_p > 0.0:
@@ -203,8 +205,8 @@ def run_forward(case: Case, inputs: Any) -> AttentionResult:
     if isinstance(case, KvCacheCase):
         return attend_over_cache(case, inputs)[0]
     with torch.no_grad():
-        out, lse, _ = attend(case, inputs, inputs.q, inputs.k, inputs.v)
-    return AttentionResult(out=out, lse=lse)
+        out, lse, _, *others = attend(case, inputs, inputs.q, inputs.k, inputs.v)
+    return AttentionResult(out=out, lse=lse, max_logits=others[0] if others else None)
 
 
 def run_forward_backward(
@@ -214,13 +216,15 @@ def run_forward_backward(
     other arguments of it.
     """
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out, lse, _ = attend(case, inputs, *leaves, **changes)
+    out, lse, _, *others = attend(case, inputs, *leaves, **changes)
     outputs, incoming = [out], [inputs.dout]
     if use_dlse:
         outputs.append(lse)
         incoming.append(inputs.dlse)
     dq, dk, dv = torch.autograd.grad(outputs, leaves, incoming)
-    return AttentionResult(out=out.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
+    result = AttentionResult(out=out.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
+    result.max_logits = others[0] if others else None
+    return result
 
 
 # -- comparing it ----------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class Features:
         0.0, "dropout{0.dropout_p:g}".format, needs="dropout", drawn=(0.25, (0.1, 0.17, 0.5, 0.9))
     )
     deterministic: bool = feature(False, "deterministic".format, needs="deterministic")
+    max_logits: bool = feature(False, "max_logits".format, drawn=(0.3, (True,)))
     device: str = "cuda"
 
     def given(self, of: str) -> list[Any]:
@@ -155,6 +156,8 @@ class Features:
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the training functions; slopes are in the inputs."""
         given = {**self._numbers(), "deterministic": self.deterministic}
+        if self.max_logits:
+            given["return_max_logits"] = True
         return {"window_size": given.pop("window"), **given}
 
 

@@ -72,14 +72,18 @@ def run_masked(
                 x = of_bias if name == "bias" else getattr(inputs, name)
                 leaves[name] = x.detach().requires_grad_()
     returns_lse = case.returns_lse and (case.of.dropout_p == 0.0 or "block_mask" not in changes)
+    found = attend_masked(case, inputs, leaves, return_attn_probs=returns_lse, **changes)
+    out, *others = found if isinstance(found, tuple) else (found,)
     if returns_lse:
-        out, lse, _ = attend_masked(case, inputs, leaves, return_attn_probs=True, **changes)
+        lse = others[0]
     else:
-        out = attend_masked(case, inputs, leaves, **changes)
         with torch.no_grad():
             undropped = {**changes, "dropout_p": 0.0, "return_attn_probs": True}
             lse = attend_masked(case, inputs, {}, **undropped)[1]
     result = AttentionResult(out=out.detach(), lse=lse.detach())
+    if case.of.max_logits:
+        assert not others[-1].requires_grad
+        result.max_logits = others[-1]
     if backward:
         outputs, incoming = [out], [inputs.of.dout]
         if use_dlse and returns_lse:

@@ -112,9 +112,9 @@ class Problem:
 
     def attend(self, leaves: Named) -> tuple[Tensor, ...]:
         """The public function."""
-        if not self.case.returns_lse:
-            return (attend_masked(self.case, self.inputs, leaves),)
-        return attend_masked(self.case, self.inputs, leaves, return_attn_probs=True)[:2]
+        count = 2 if self.case.returns_lse else 1
+        found = attend_masked(self.case, self.inputs, leaves, return_attn_probs=count == 2)
+        return found[:count] if isinstance(found, tuple) else (found,)
 
     def reference(self, dtype: torch.dtype, *, with_lse: bool = False) -> Function:
         """The reference in this dtype, `with_lse` where the public function returns none too."""

@@ -38,9 +38,10 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "quantizes_tokens": ("quantize", True, "None", "'token'"),
     "bias_by_distance": ("bias_by_distance", True, "False", "True"),
     "fp32_results": ("fp32_results", True, "False", "True"),
+    "return_max_logits": ("return_max_logits", True, "False", "True"),
     "values_include_rope": ("values_include_rope", True, "False", "True"),
 }
-OF_TRAINING = "dropout_p bias fp32_results origin"
+OF_TRAINING = "dropout_p bias fp32_results origin return_max_logits"
 UNABSORBED = "as a model scales by the head dim that it has without absorption"
 ROTARY = "rotary_cos rotary_sin"
 DENSE_DIMS = "4 dimensions (batch, seqlen, heads, head_dim)"

@@ -38,6 +38,7 @@ MOST_PAIRS = 4e7  # of queries and keys, of all heads of a call
 # Of large calls, with many tiles for every multiprocessor, for which some kernels are. They are
 # few, as one takes as long as ten others.
 PAIRS_OF_LARGE, SHARE_OF_LARGE = 2.5e8, 0.08
+OF_TRAINING = ("dropout_p", "max_logits")  # features that no call over a cache has
 MOST_PAIRS_OF_DROPOUT = 1e6  # whose decisions the reference draws on the host
 
 
@@ -117,7 +118,7 @@ class Draw:
             return {"head_dim": 192, "head_dim_v": 128}
         return {"head_dim": one(), "head_dim_v": one() if self.chance(0.1) else None}
 
-    def features(self, *, with_dropout: bool = True) -> dict[str, Any]:
+    def features(self, *, of_training: bool = True) -> dict[str, Any]:
         """Half of the cases have a window at most, as most calls have."""
         fields: dict[str, Any] = {"dtype": self.rng.choice(DTYPES), "device": self.device}
         fields["causal"] = self.chance(0.5)
@@ -127,7 +128,7 @@ class Draw:
         if self.chance(0.5):
             return fields
         for name, (often, values) in DRAWN.items():
-            if (with_dropout or name != "dropout_p") and self.chance(often):
+            if (of_training or name not in OF_TRAINING) and self.chance(often):
                 fields[name] = self.rng.choice(values)
         return fields
 
@@ -303,7 +304,7 @@ def _over_cache(draw: Draw, head_dims: dict[str, Any]) -> KvCacheCase:
         fields["batch_idx"] = tuple(draw.rng.sample(range(entries), batch))
     if draw.chance(0.15):
         fields["sink"] = torch.float32
-    features = draw.features(with_dropout=False)
+    features = draw.features(of_training=False)
     last = max(cached) + max(queries if isinstance(queries, tuple) else (queries,))
     if (
         new is not None

@@ -402,6 +402,46 @@ SINKS: dict[str, list[Call]] = {
     ),
 }  # fmt: skip
 
+# Every row of a table of kernels that writes them: of short, usual and long sequences, of tall
+# tiles, of modified scores, dropout, lists and biases, and what runs sm80 kernels on any GPU.
+MAX_LOGITS: dict[str, list[Call]] = {
+    "head dims": grid(
+        lengths=[(1, 150), (197, 333), (600, 70)], heads=(6, 2), dtype=DTYPES, causal=BOTH,
+        head_dims=[*((d, None) for d in (40, 64, 96, 128, 192, 256, 512)), (192, 128)],
+        max_logits=True,
+    ),
+    "many tiles": grid(
+        lengths=(1300, 1700), heads=(8, 4), head_dim=[64, 96, 128, 192, 256, 512], causal=BOTH,
+        max_logits=True,
+    ),
+    "other tiles": grid(
+        batch=1, max_logits=True, backward=False,
+        of=[
+            *({"lengths": (640, 640), "heads": (64, 64)}, {"lengths": (577, 577), "heads": (64, 64)}),
+            {"lengths": (190, 8300), "heads": (134, 1), "head_dim": 128},
+            {"lengths": (190, 1700), "heads": (134, 1), "head_dim": 96},
+            *(
+                {"lengths": (190, 1700), "heads": (134, 1), "head_dim": d} | modifier
+                for d in (64, 96) for modifier in ({"softcap": 20.0}, {"alibi": Alibi.per_head})
+            ),
+        ],
+    ),
+    "features": grid(
+        lengths=(200, 333), num_heads_k=2, head_dim=[64, 128, 256, 512], max_logits=True,
+        of=[
+            *({"softcap": 3.0}, {"softcap": 50.0, "causal": True}, {"dropout_p": 0.3}),
+            *({"alibi": Alibi.per_head}, {"alibi": Alibi.per_batch, "softcap": 5.0}),
+            *({"window": (33, 20)}, {"window": (0, 0)}, {"softmax_scale": -0.3}),
+            *({"softmax_scale": 0.0}, {"sink": FP32}, {"layout": Layout.expanded_batch}),
+            *({"mask": RandomMask(0.1, size, "hq", "sparsity")} for size in (1, 64)),
+            {"mask": RandomMask(0.0, 128, "q", "blocks"), "sink": FP32},
+            {"mask": RandomMask(0.4, 1, "bhq", "sparsity"), "alibi": Alibi.per_head},
+            *({"bias": RandomBias("bhq", fp32, 0.3)} for fp32 in BOTH),
+            {"bias": RandomBias("h"), "dropout_p": 0.2, "window": (90, 5)},
+        ],
+    ),
+}  # fmt: skip
+
 SCORES: dict[str, Any] = {
     "dtype": DTYPES,
     "softcap": [0.0, 4.0],
@@ -453,6 +493,11 @@ def test_biases(check: Check, calls: list[Call]) -> None:
 
 @each(SINKS)
 def test_sinks(check: Check, calls: list[Call]) -> None:
+    check_calls(check, calls)
+
+
+@each(MAX_LOGITS)
+def test_max_logits(check: Check, calls: list[Call]) -> None:
     check_calls(check, calls)
 
 

@@ -61,8 +61,13 @@ def test_every_head_dim(head_dim: int, features: dict[str, Any]) -> None:
         {"seqlen_q": 100, "seqlen_k": scaled(4000, 200)},
         {"head_dim": 59, "causal": True},
         {"head_dim": 192, "head_dim_v": 128, "causal": True},
+        {"max_logits": True, "softcap": 30.0},
+        {"max_logits": True, "num_heads_k": 1},
     ],
-    ids=["dropout", "mqa", "softcap_alibi", "one_head", "few_queries", "padded", "values"],
+    ids=[
+        *("dropout", "mqa", "softcap_alibi", "one_head", "few_queries", "padded", "values"),
+        *("softcap_max_logits", "max_logits"),
+    ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_features(head_dim: int, features: dict[str, Any]) -> None:

@@ -54,6 +54,38 @@ def test_extreme_logits(
     check(case, inputs=replace(inputs, q=q, k=k), backward=head_dim == 64)
 
 
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("values", logits.ALL)
+def test_max_logits_of_extreme_scores(
+    check: Check, values: Any, head_dim: int, causal: bool
+) -> None:
+    """What is known of the largest score decides what is looked at, and no bit of a result."""
+    case = make_case(
+        seqlen_q=scaled(700, 200), seqlen_k=301, head_dim=head_dim, causal=causal, max_logits=True
+    )
+    inputs = case.make_inputs()
+    q, k = values(inputs.q, inputs.k)
+    given = replace(inputs, q=q, k=k)
+    check(case, inputs=given, backward=False)
+    plain = run_forward(replace(case, max_logits=False), given)
+    assert_same_bits(plain, run_forward(case, given))
+
+
+def test_max_logits_of_nan_and_infinity() -> None:
+    """A score that is no number is not the largest, and changes nothing in other heads."""
+    case = make_case(seqlen_q=140, seqlen_k=150, max_logits=True)
+    inputs = inputs_of(case, backward=False)
+    clean = run_forward(case, inputs).max_logits
+    inputs.q[0, 70, 1, 3] = torch.nan
+    inputs.q[1, 70, 2, 0] = torch.inf
+    dirty = run_forward(case, inputs).max_logits
+    assert dirty[1, 2] == torch.inf
+    assert dirty[0, 1] <= clean[0, 1] or ON_CPU  # where a maximum with a NaN is one
+    dirty[0, 1], dirty[1, 2] = clean[0, 1], clean[1, 2]
+    assert torch.equal(dirty, clean)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_dropout_where_scores_rise_steeply(check: Check, head_dim: int) -> None:
     """A block of scores is done again if its reference was too low, with the same decisions."""
@@ -165,6 +197,7 @@ def test_softcap_of_scores_that_rise(
     from_the_end = torch.arange(case.seqlen_k - 1, -1, -1, device=inputs.k.device)
     inputs.k[..., 0] = levels_of(from_the_end // 64, head_dim)[:, None].to(dtype)
     check(case, inputs=inputs)
+    check(replace(case, max_logits=True), inputs=inputs, backward=False)
 
 
 @CAUSAL

@@ -91,6 +91,10 @@ TABLE: dict[str, list[Call]] = {
             LENGTHS["more_queries"] | {"num_heads_k": 1, "dtype": FP16},
         ],
     ),
+    "max_logits": grid(
+        num_heads_k=2, causal=BOTH, max_logits=True, head_dim=[64, 128],
+        of=[*LENGTHS.values(), with_a_part(LENGTHS["more_keys"])],
+    ),
     "heads": grid(
         heads=[(1, 1), (6, 2), (16, 1), (12, 4)], causal=True,
         of=[LENGTHS["more_keys"], LENGTHS["with_empty"]],

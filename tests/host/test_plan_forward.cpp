@@ -394,8 +394,9 @@ TEST(few_tiles_over_a_cache_share_its_keys) {
   shape.seqlen_q = 200;
   shape.seqlen_k = 1 << 15;
   const auto planned = [&](int num_splits, bool batch_invariant = false, int page_size = 0,
-                           Window window = {}) {
+                           Window window = {}, float* max_logits = nullptr) {
     auto params = with_tensors(call<ForwardParams>(shape, window));
+    params.max_logits = max_logits;
     params.sequences.seqused_k = &some_int;
     params.split = {.num_splits = num_splits, .batch_invariant = batch_invariant};
     if (page_size > 0) {
@@ -424,6 +425,10 @@ TEST(few_tiles_over_a_cache_share_its_keys) {
       CHECK_EQ(row(whole), page_size > 0 ? "sm90_hd128_cache" : "sm90_hd128");
     }
   }
+  // Rows that can split do not know the largest scores.
+  float number = 0.0f;
+  CHECK_EQ(row(planned(7, false, 0, {}, &number)), "sm90_hd128");
+  CHECK_ERROR(planned(7, false, 64, {}, &number), "max_logits must be null where sm90_hd128_cache");
   CHECK_EQ(planned(100000).num_splits, shape.seqlen_k / planned(0).instance->config.block_n);
   // Keys of a tile that are too few to share.
   CHECK_EQ(row(planned(0, false, 0, {.left = 4000, .right = 0})), "sm90_hd128_cache");

@@ -77,8 +77,13 @@ TEST(of_few_queries_tiles_are_run_as_well) {
   CHECK_EQ(chosen<ForwardParams>(lists, few), "sm90_hd128_sparse");
   CHECK_EQ(chosen<ForwardParams>(bias, few), "sm90_hd128_bias");
   CHECK_EQ(chosen<ForwardParams>(fp32_bias, few), "hd128_masked");
+  static float number = 0.0f;
+  const auto max_logits = [](auto& p) { p.max_logits = &number; };
+  CHECK_EQ(chosen<ForwardParams>(max_logits, few), "sm90_hd128");
+  CHECK_EQ(chosen<ForwardParams>(both(used_lengths, max_logits), few), "sm90_hd128");
   // Only decode rows read such tensors.
   const auto unaligned = [](auto& p) { p.q.row_stride += 1; };
+  CHECK_ERROR(chosen<ForwardParams>(both(max_logits, unaligned), few), "max_logits must be null");
   CHECK_ERROR(chosen<ForwardParams>(both(lists, unaligned)), "no compiled decode kernel");
 }
 

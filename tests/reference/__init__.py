@@ -15,6 +15,7 @@ Conventions of the whole package:
   - A sink (Hq,) adds exp(sink) to the softmax's denominator, so that lse has it too.
   - A query without a visible key has out 0 and lse -inf, or the sink, and no gradient flows through
     it but that of lse by the sink.
+  - max_logits (B, Hq) is the largest score of a visible pair, -inf without one; a sink is none.
   - Dropout multiplies probabilities by keep / (1 - p), p in whole steps of 2^-16; lse does not see
     it. Which ones are kept is a matter of reference_dropout.
   - Packed sequences: q (total_q, Hq, D), k (total_k, Hk, D), v (total_k, Hk, Dv), lse (Hq,

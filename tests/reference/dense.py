@@ -34,7 +34,7 @@ def attention(
     outs, lses = [], []
     for chunk in lanes.chunks():
         tensors = lanes.q[chunk], lanes.k[chunk], lanes.v[chunk]
-        out, lse = attend(*tensors, _part(options, chunk), distance)
+        out, lse, _ = attend(*tensors, _part(options, chunk), distance)
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -76,13 +76,14 @@ def attention_with_gradients(
             at = (chunk, slice(None), rows)
             q_leaf = lanes.q[at].to(compute_dtype).requires_grad_()
             part = _part(options, chunk, rows).with_leaves(compute_dtype)
-            out, lse = attend(q_leaf, k_leaf, v_leaf, part, distance[rows])
+            out, lse, largest = attend(q_leaf, k_leaf, v_leaf, part, distance[rows])
             outputs, incoming = [out], [dout_lanes[at].to(compute_dtype)]
             if dlse_lanes is not None:
                 outputs.append(lse)
                 incoming.append(dlse_lanes[at].to(compute_dtype))
             leaves = {"q": q_leaf, "k": k_leaf, "v": v_leaf, **part.leaves()}
             sums.out[at], sums.lse[at] = out.detach(), lse.detach()
+            sums.max_logits[chunk] = sums.max_logits[chunk].maximum(largest)
             sums.add(at, outputs, leaves, incoming)
             row_error = 2 * FP32_DOT_NOISE * incoming[0].norm(dim=-1) * sums.out[at].norm(dim=-1)
             if options.dropout_p > 0.0 or options.sink is not None:
@@ -95,7 +96,8 @@ def attention_with_gradients(
         longest_q, longest_k = (x.norm(dim=-1, dtype=torch.float64).max() for x in (q, k))
         largest = abs(options.scale(q.shape[-1])) * (longest_q * longest_k).item()
         largest += options.largest_modifier(distance)
-        result.noise = noise.largest() | {"lse": FP32_DOT_NOISE * largest}
+        result.noise = noise.largest()
+        result.noise |= dict.fromkeys(("lse", "max_logits"), FP32_DOT_NOISE * largest)
     return result
 
 
@@ -125,7 +127,8 @@ def low_precision(
             x[chunk].clone().requires_grad_() for x in (lanes.q, lanes.k, lanes.v)
         )
         part = replace(_part(options, chunk).with_leaves(q.dtype), softmax_scale=1.0)
-        out, lse = attend(q_leaf, k_leaf * options.scale(q.shape[-1]), v_leaf, part, distance)
+        scaled = k_leaf * options.scale(q.shape[-1])
+        out, lse, _ = attend(q_leaf, scaled, v_leaf, part, distance)
         outputs, incoming = [out], [dout_lanes[chunk]]
         if dlse_lanes is not None:
             outputs.append(lse)
@@ -147,6 +150,7 @@ class _Sums:
 
     out: Tensor  # (L, G, Sq, Dv)
     lse: Tensor  # (L, G, Sq)
+    max_logits: Tensor  # (L, G)
     # Of q (L, G, Sq, D), k (L, Sk, D), v (L, Sk, Dv) and options by lane.
     gradients: dict[str, Tensor]
 
@@ -156,6 +160,7 @@ class _Sums:
         return cls(
             out=lanes.zero_outputs().to(dtype),
             lse=torch.full_like(lanes.q[..., 0], -torch.inf, dtype=dtype),
+            max_logits=lanes.q.new_full(lanes.q.shape[:2], -torch.inf, dtype=dtype),
             gradients={name: torch.zeros_like(x, dtype=dtype) for name, x in leaves.items()},
         )
 
@@ -188,4 +193,5 @@ class _Sums:
                 rows = pairs[:3] if name == "q" else (lanes.batch, lanes.heads_k, pairs[3])
                 made[f"d{name}"] = x.view(*rows, x.shape[-1]).transpose(1, 2)
         out = self.out.view(*pairs[:3], self.out.shape[-1]).transpose(1, 2)
+        made["max_logits"] = self.max_logits.view(heads)
         return AttentionResult(out=out, lse=self.lse.view(pairs[:3]), **made)

@@ -136,6 +136,7 @@ class AttentionResult:
     dv: Tensor | None = None  # (B, Sk, Hk, Dv)
     dbias: Tensor | None = None  # like the bias
     dsink: Tensor | None = None  # (Hq,)
+    max_logits: Tensor | None = None  # (B, Hq)
     noise: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -179,8 +180,10 @@ def _within(distance: Tensor, causal: bool, window: WindowBounds) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, distance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q (L, G, Sq, D), k (L, Sk, D), v (L, Sk, Dv) -> out (L, G, Sq, Dv), lse (L, G, Sq)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (L, G, Sq, D), k (L, Sk, D), v (L, Sk, Dv) -> out (L, G, Sq, Dv), lse (L, G, Sq), and the
+    largest visible score (L, G), -inf of none.
+    """
     visible, sink = options.visible(distance), options.sink
     keyless = ~visible.any(-1)  # (1, 1, Sq) or (L, G, Sq)
     # Rows whose denominator is 0: without a key, and without a sink.
@@ -190,7 +193,8 @@ def attend(
         empty = torch.full_like(q[..., 0], -torch.inf)
         lse = empty if sink is None else empty.zero_() + sink[..., None]
         zero = q.sum(-1) * 0.0 + nothing
-        return zero[..., None].expand(*zero.shape, v.shape[-1]), lse + zero
+        largest = q.new_full(q.shape[:2], -torch.inf)
+        return zero[..., None].expand(*zero.shape, v.shape[-1]), lse + zero, largest
     scores = torch.einsum("lgmd,lnd->lgmn", q, k)
     scale = options.scale(q.shape[-1])
     if scale != 1.0:
@@ -207,6 +211,11 @@ def attend(
         scores = scores + (slope - row_shift).to(scores.dtype)
     if options.bias is not None:
         scores = scores + options.bias
+    seen = scores.detach().masked_fill(~visible, -torch.inf)
+    if row_shift is not None:
+        seen = seen + row_shift
+    largest = torch.nn.functional.pad(seen.flatten(2), (1, 0), value=-torch.inf).amax(-1)
+    largest = largest.to(scores.dtype)
     # A row of -inf alone has no softmax; such rows keep their scores and are cleared afterwards,
     # gradients included.
     scores = scores.masked_fill(~visible & ~closed[..., None], -torch.inf)
@@ -222,4 +231,4 @@ def attend(
     probs = torch.softmax(scores, -1).masked_fill(closed[..., None], 0.0)[..., : k.shape[1]]
     if options.dropout_p > 0.0:
         probs = probs.masked_fill(~options.keep_mask, 0.0) * options.keep_scale()
-    return torch.einsum("lgmn,lnd->lgmd", probs, v), lse
+    return torch.einsum("lgmn,lnd->lgmd", probs, v), lse, largest

@@ -22,7 +22,7 @@ dq and dk the fp32 rounding that is left where the exact gradient cancels to not
 and its elements share the error of one softmax. What `floor` may do to a mean grows so that it is
 all of it for one row, whose mean is its maximum.
 
-lse stays in fp32 whatever the inputs, so it is held to fp32: 2^-19 of 1 + |lse|, about 16 units in
+lse stays in fp32 whatever the inputs, as do max_logits, so it is held to fp32: 2^-19 of 1 + |lse|, about 16 units in
 the last place, for a sum of up to thousands of exponentials, and the rounding of the dot products
 in it. The mean is held to half of that, which grows with few rows as the factors do: tensor cores
 cut sums off instead of rounding them, which took 0.6 of it for logits near 45, sums of 256 terms.
@@ -47,6 +47,7 @@ MEAN_FACTOR = 1.0
 FEW_ROWS = 4.0  # over the square root of the number of rows: what factors grow by
 LSE_RELATIVE_ERROR = 2.0**-19
 LSE_MEAN_FACTOR = 0.5
+IN_FP32 = ("lse", "max_logits")
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,13 @@ def compare(
     actual: AttentionResult, reference: AttentionResult, naive: AttentionResult
 ) -> list[Closeness]:
     """Compare what `actual` has with the reference, by the error of the naive result."""
-    report = [_compare_lse(actual.lse, reference.lse, reference.noise.get("lse", 0.0))]
+    report = []
     expected, yardstick = reference.tensors(), naive.tensors()
     for name, x in actual.tensors().items():
-        if name != "lse":
-            noise = reference.noise.get(name, 0.0)
+        noise = reference.noise.get(name, 0.0)
+        if name in IN_FP32:
+            report.append(_compare_in_fp32(name, x, expected[name], noise))
+        else:
             report.append(compare_tensor(name, x, expected[name], yardstick[name], noise))
     keyless = reference.lse == -math.inf
     # (B, Sq, Hq, D) and (B, Hq, Sq), or (total_q, Hq, D) and (Hq, total_q)
@@ -128,20 +131,20 @@ def compare_tensor(
     )
 
 
-def _compare_lse(actual: Tensor, reference: Tensor, noise: float) -> Closeness:
+def _compare_in_fp32(name: str, actual: Tensor, reference: Tensor, noise: float) -> Closeness:
     if actual.shape != reference.shape:
-        return failure("lse", f"shape {tuple(actual.shape)} is not {tuple(reference.shape)}")
+        return failure(name, f"shape {tuple(actual.shape)} is not {tuple(reference.shape)}")
     if actual.numel() == 0:
-        return Closeness("lse", 0.0, 0.0, 0.0, 0.0)
+        return Closeness(name, 0.0, 0.0, 0.0, 0.0)
     keyless = reference == -math.inf
     if not torch.equal(actual == -math.inf, keyless):
-        return failure("lse", "-inf is not exactly where no key is visible")
+        return failure(name, "-inf is not exactly where no key is visible")
     error = (actual.to(reference.dtype) - reference).abs().masked_fill(keyless, 0.0)
     allowed = LSE_RELATIVE_ERROR * (1.0 + reference.abs().masked_fill(keyless, 0.0))
     few_rows = FEW_ROWS / math.sqrt(max(1, int((~keyless).sum())))
     of_mean = LSE_MEAN_FACTOR * (1.0 + few_rows)
     return Closeness(
-        "lse",
+        name,
         max_error=error.max().item(),
         max_ratio=_nan_is_infinite((error / (allowed + noise)).max().item()),
         mean_error=error.mean().item(),

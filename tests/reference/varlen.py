@@ -115,6 +115,8 @@ def _each(
     out, dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (dout, q, k, v))
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
     sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in options.leaves().items()}
+    batch = lengths.cu_seqlens_q.shape[0] - 1
+    max_logits = torch.full((batch, q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
     noise: dict[str, float] = {}
     for index, at_q, at_k in lengths.sequences():
         of = (index, at_q.stop - at_q.start, at_k.stop - at_k.start)
@@ -128,12 +130,13 @@ def _each(
         )
         out[at_q], lse[:, at_q], dq[at_q] = result.out[0], result.lse[0], result.dq[0]
         dk[at_k], dv[at_k] = result.dk[0], result.dv[0]
+        max_logits[index] = result.max_logits[0]
         for name, x in replace(options, **sums).of_sequence(*of).leaves().items():
             x.add_(getattr(result, f"d{name}"))
         for name, value in result.noise.items():
             noise[name] = max(noise.get(name, 0.0), value)
     gradients = {"dq": dq, "dk": dk, "dv": dv, **{f"d{name}": x for name, x in sums.items()}}
-    return AttentionResult(out=out, lse=lse, **gradients, noise=noise)
+    return AttentionResult(out=out, lse=lse, **gradients, max_logits=max_logits, noise=noise)
 
 
 def dense_keys(

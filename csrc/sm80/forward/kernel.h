@@ -69,6 +69,23 @@ CUTE_DEVICE BlockRange split_range(BlockRange range, int split, int num_splits,
   return range;
 }
 
+// Rows of the tile for a softmax that knows a maximum (shared/max_logits.h).
+template <class Coords>
+struct RowsOfTile {
+  ForwardParams const& params;
+  TileWork const& work;
+  int query_begin;
+  Coords const& coords;  // of a thread's scores
+
+  CUTE_DEVICE bool are_wanted() const { return params.max_logits != nullptr; }
+  CUTE_DEVICE float* place() const {
+    return place_of_maximum(params, work.sequence.index, work.head);
+  }
+  CUTE_DEVICE bool attends(int row) const {
+    return query_begin + get<0>(coords(row, 0)) < work.sequence.seqlen_q;
+  }
+};
+
 // Rows that are the sequence's but do not attend, from `used` on.
 template <class Traits, class Output, class Coords>
 CUTE_DEVICE void clear_unused_rows(Output& output, float* lse, Coords const& coords, int used) {
@@ -114,7 +131,7 @@ CUTE_DEVICE void write_partial(ForwardArguments const& args, Sequence const& seq
 template <class Traits, class Accumulator>
 CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence, int split,
                               int head, int query_begin, int column_begin, Accumulator& tOrO,
-                              OnlineSoftmax<Traits::rows_per_thread>& softmax,
+                              typename Traits::Softmax& softmax,
                               typename Traits::SharedStorage& smem, int thread, float value_scale) {
   using Element = typename Traits::Element;
   ForwardParams const& params = args.params;
@@ -314,7 +331,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
 
   AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<Traits::columns_per_cta>>> tOrO;
   clear(tOrO);
-  OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+  const RowsOfTile rows{params, work, query_begin, tScS};
+  typename Traits::Softmax softmax(args.scale_log2, rows);
   [[maybe_unused]] ScoreScales score_scales;  // of keys of e4m3
   [[maybe_unused]] ValueUnit value_unit;
   if constexpr (Traits::is_e4m3) {
@@ -371,7 +389,7 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
       mask.apply(scores, tScS, query_begin, key_begin, -INFINITY);
     }
     auto output = rows_cols_view(tOrO);
-    softmax.softmax_rescale_o(scores, output);
+    softmax.softmax_rescale_o(scores, output, rows);
     if (Traits::has(feature::dropout)) {
       for_each_decision(dropout, scores, tScS, sequence.first_q + query_begin,
                         sequence.first_k + key_begin,

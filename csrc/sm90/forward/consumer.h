@@ -47,9 +47,9 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     const VisitOrder order = visit_order<Traits>(params, work, range);
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
-    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, effects);
+    const ForwardScores<Traits> scores(tile, work, smem, warpgroup, thread, effects);
     consumer_wait(smem.q_ring, products.q_state);
-    OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+    typename Traits::Softmax softmax(args.scale_log2, scores.rows);
     if constexpr (Traits::is_e4m3)
       softmax.scale_log2 =
           effects.e4m3.start(tile, work.head, args.scale_log2, products.convert_queries());

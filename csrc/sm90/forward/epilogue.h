@@ -54,7 +54,7 @@ CUTE_DEVICE int first_row_of_warp(int thread) { return same_in_warp(thread / 32)
 template <class Traits, class Mma, class Accumulator>
 CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequence,
                               [[maybe_unused]] int split, int head, int query_begin, Mma const& mma,
-                              Accumulator& tOrO, OnlineSoftmax<Traits::rows_per_thread>& softmax,
+                              Accumulator& tOrO, typename Traits::Softmax& softmax,
                               typename Traits::SharedStorage& smem, int warpgroup, int thread,
                               float value_scale = 1.0f) {
   using Stored = typename Traits::Stored;

@@ -49,7 +49,8 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
                         Traits::block_n, of_tile);
     }
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
-    OnlineSoftmax<Traits::rows_per_thread> softmax(args.scale_log2);
+    const RowsOfTile<Traits> rows{params, work};
+    typename Traits::Softmax softmax(args.scale_log2, rows);
     consumer_wait(smem.q_ring, products.q_state);
     drop_blocks(range.end, of_tile.end);
 
@@ -71,7 +72,7 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
         } else {
           tile.mask().apply(narrow_scores, tScS, query_begin, key_begin, -INFINITY);
         }
-        softmax.softmax(narrow_scores, [](int, float) {});  // there is no O yet
+        softmax.softmax(narrow_scores, [](int, float) {}, rows);  // there is no O yet
       }
       convert_into(a_operand_view(tNrS), tNrP);
       products.start_output(tNrP, tOrO, false);
@@ -86,9 +87,10 @@ CUTE_DEVICE void consume_beside_a_cta(ForwardArguments const& args,
         if (!range.is_interior(block)) {
           tile.mask().apply_by_bits(scores, tScS, query_begin, block * block_n, -INFINITY);
         }
-        softmax.softmax(scores, [&](int row, float factor) {
+        const auto rescale_o = [&](int row, float factor) {
           if (has_output) softmax.multiply_row(output, row, factor);
-        });
+        };
+        softmax.softmax(scores, rescale_o, rows);
       }
       convert_into(a_operand_view(tSrS), tOrP);
       products.start_output(tOrP, tOrO, has_output);

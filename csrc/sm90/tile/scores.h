@@ -26,20 +26,22 @@ struct ForwardScores {
   static constexpr int block_n = Traits::block_n;
 
   Tile const& tile;
+  RowsOfTile<Traits> rows;
   typename Traits::SharedStorage& smem;
   int warpgroup;
   int thread;  // of the warpgroup
   ForwardEffects<Traits>& effects;
   ScoreModifiers modifiers{};
 
-  CUTE_DEVICE ForwardScores(Tile const& tile, int head, typename Traits::SharedStorage& smem,
-                            int warpgroup, int thread, ForwardEffects<Traits>& effects)
-      : tile(tile), smem(smem), warpgroup(warpgroup), thread(thread), effects(effects) {
+  CUTE_DEVICE ForwardScores(Tile const& tile, TileWork const& work,
+                            typename Traits::SharedStorage& smem, int warpgroup, int thread,
+                            ForwardEffects<Traits>& effects)
+      : tile(tile), rows{tile.params, work}, smem(smem), warpgroup(warpgroup), thread(thread), effects(effects) {
     if (Traits::has_score_modifiers) {
       modifiers =
-          ScoreModifiers::of(tile.params.score, tile.sequence.index, head, tile.sequence.shift);
+          ScoreModifiers::of(tile.params.score, tile.sequence.index, work.head, tile.sequence.shift);
     }
-    effects.dropout.start(tile, head);
+    effects.dropout.start(tile, work.head);
   }
 
   // Looks up the block in `stage`, whose scores are multiplied, in lists and pages.
@@ -93,8 +95,7 @@ struct ForwardScores {
   // value_stage: where the block's values lie, if their tokens have scales.
   template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Left const& left,
-                                 OnlineSoftmax<Traits::rows_per_thread>& softmax, Operand& tOrP,
-                                 Rescale rescale, [[maybe_unused]] int value_stage = 0) const {
+                                 typename Traits::Softmax& softmax, Operand& tOrP, Rescale rescale, [[maybe_unused]] int value_stage = 0) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
     if constexpr (Traits::has_dropout) {
@@ -102,7 +103,7 @@ struct ForwardScores {
         auto drop = [&](int sixteen, float (&p)[2][4]) {
           drop_pairs(effects.dropout.kept, sixteen, p);
         };
-        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, drop);
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale, drop);
         return;
       }
     }
@@ -110,7 +111,7 @@ struct ForwardScores {
     if constexpr (Traits::leaves_curve) {
       if (left.curve) {
         const ScoreModifiers::Curve::Exponents exponents(softmax.scale_log2);
-        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, exponents, pairs)) return;
+        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, exponents, pairs, rows)) return;
         is_too_large = true;
         ScoreModifiers::Curve::apply_to_scaled(scores, true);
       }
@@ -118,12 +119,12 @@ struct ForwardScores {
     if constexpr (Traits::is_e4m3) {
       if (effects.e4m3.values_have_own) {
         auto weigh = effects.e4m3.weigher(smem.value_scales[value_stage], thread, rescale);
-        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, weigh);
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale, weigh);
         return;
       }
     }
     auto keep_all = [](int, float (&)[2][4]) {};
-    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rescale, keep_all,
+    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale, keep_all,
                                                is_too_large);
   }
 

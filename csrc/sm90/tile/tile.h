@@ -20,6 +20,26 @@ struct ForwardTile {
   }
 };
 
+// Rows of a tile for a softmax that knows a maximum (shared/max_logits.h). That looks at them
+// seldom, and so they are made of what lies in shared memory: no register waits for it.
+template <class Traits>
+struct RowsOfTile {
+  ForwardParams const& params;
+  TileWork const& work;
+
+  CUTE_DEVICE bool are_wanted() const { return params.max_logits != nullptr; }
+  CUTE_DEVICE float* place() const {
+    return place_of_maximum(params, work.sequence.index, work.head);
+  }
+  CUTE_DEVICE bool attends(int row) const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int warp = (thread - warpgroup_threads) / 32 % (Traits::block_m / 16);
+    const int query = work.tile * Traits::block_m + 16 * warp + thread % 32 / 4 + 8 * row;
+    return query < work.sequence.seqlen_q;
+  }
+};
+
 // The order of a tile's blocks, which its CTA's warps agree on. ALiBi makes scores fall on both
 // sides of a query, so the keys nearest to the tile's last one come first: few scores then rise
 // above the softmax's reference. Calls over pages, whose queries are the last of their keys, start

@@ -4,6 +4,7 @@
 
 #include "shared/mask/block_lists.h"
 #include "shared/mask/block_range.h"
+#include "shared/online_softmax.h"
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm90/isa/barriers.h"
@@ -68,6 +69,13 @@ struct TileTraits {
   // (shared/scores/score_chain.h); with dropout there are no registers for it, and calls
   // without ALiBi would pay as well.
   static constexpr bool has_row_bias = has(feature::alibi) && !has_dropout;
+
+  // Two CTAs on an SM look at all scores (forward/two_ctas.h).
+  using KnownMaximum = std::conditional_t<config.ctas_per_sm == 2, MaximumOfScores,
+                                          MaximumOfSums<rows_per_thread>>;
+  using Softmax = OnlineSoftmax<
+      rows_per_thread,
+      std::conditional_t<can_write_max_logits(config), KnownMaximum, NoMaximum>>;
 
   // What a kernel that does it says anew.
   static constexpr bool leaves_curve = false;  // a curve, to the softmax

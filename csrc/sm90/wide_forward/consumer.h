@@ -31,7 +31,7 @@ CUTE_DEVICE void scale_probabilities(Operand& tOrP, float const (&factors)[2]) {
 template <class Traits>
 CUTE_DEVICE void write_wide_output(ForwardParams const& params, Sequence const& sequence, int head,
                                    int query_begin, int warpgroup, auto& output,
-                                   OnlineSoftmax<Traits::rows_per_thread>& softmax, int thread) {
+                                   typename Traits::Softmax& softmax, int thread) {
   float lse[Traits::rows_per_thread];
   softmax.normalize_softmax_lse(output, lse, sink_of(params.score, head));
   const int first_query = first_row_of(thread, query_begin);
@@ -91,8 +91,8 @@ CUTE_DEVICE void consume_wide(ForwardArguments const& args, typename Traits::Sha
     Sequence const& sequence = work.sequence;
     const int query_begin = work.tile * Traits::block_m;
     const ForwardTile<Traits> tile{params, sequence, query_begin, steps.range};
-    const ForwardScores<Traits> scores(tile, work.head, smem, warpgroup, thread, effects);
-    OnlineSoftmax<rows> softmax(args.scale_log2);
+    const ForwardScores<Traits> scores(tile, work, smem, warpgroup, thread, effects);
+    typename Traits::Softmax softmax(args.scale_log2, scores.rows);
     auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
 
     consumer_wait(smem.q_ring, q_state);
