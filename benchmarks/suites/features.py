@@ -29,9 +29,9 @@ from benchmarks.core.row_programs import fill, new_document, one_by_one, status_
 from benchmarks.core.turns import add_options, protocol_of
 from benchmarks.suites import decode as decode_speed
 from benchmarks.suites import feature_cost, rounding_cost
-from benchmarks.suites import trees as tree_speed
 from benchmarks.suites import latent as latent_speed
 from benchmarks.suites import prefill as prefill_speed
+from benchmarks.suites import trees as tree_speed
 from benchmarks.suites import varlen as varlen_speed
 
 SCHEMA = 1

@@ -272,7 +272,7 @@ struct ForwardParams {
   // int32 (batch, seqlen_q, heads_k, keys_per_list): the keys that a query's heads of a key head
   // see, by position in its sequence; negative: none. Contents are never trusted.
   TensorView key_lists;
-  int keys_per_list = 0;      // 0: no lists, and queries see all keys
+  int keys_per_list = 0;  // 0: no lists, and queries see all keys
   TreeMask tree;
   bool fp32_results = false;  // out is fp32, whatever dtype
   // What rounding takes from out, eight bits of each number (shared/out_rounding.h); data null: not

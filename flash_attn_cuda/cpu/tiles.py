@@ -375,7 +375,6 @@ class Problem:
             hidden |= distance > right
         return hidden
 
-
     def _hidden_by_tree(self, tree: Tensor, m_block: Block, n_block: Block) -> Tensor:
         """(block_m, block_n) booleans: own keys that queries do not see, of a mask (Sq, n)."""
         own = torch.arange(n_block.start, n_block.stop, device=tree.device) - self.shift

@@ -141,19 +141,20 @@ def flash_attn_varlen_func(
 
     Raises:
         As flash_attn_func; ValueError for a negative max_seqlen, for a qv without a softmax_scale,
-        and for a tree_mask with causal or a right window. On the CPU, ValueError as well for lengths and indices that are wrong, and an
-        integer max_seqlen below the longest sequence. On CUDA those are clamped or skipped, so that
-        nothing outside the tensors is touched, and reported by check_device_errors, or by the call
-        itself with FLASH_ATTN_CUDA_CHECK=1.
+        and for a tree_mask with causal or a right window. On the CPU, ValueError as well for
+        lengths and indices that are wrong, and an integer max_seqlen below the longest sequence. On
+        CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
+        reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
             block_mask; from the backward, there was a block_table or k was of float8_e4m3fn; there
             is an out, and it or an input requires grad while gradients are enabled; k is of
             float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
-            attn_mask or a block_mask; there is a qv or a tree_mask, and an input requires grad while gradients are
-            enabled or has a forward-mode gradient, or there is dropout, an attn_mask or a
-            block_mask; there is a qv, and there are alibi_slopes, or k is of float8_e4m3fn; there
-            is a tree_mask and an attention_chunk; there are key_lists with a qv and an
-            attention_chunk or a key_list_block that is not 1, or a key_list_queries that is not 1.
+            attn_mask or a block_mask; there is a qv or a tree_mask, and an input requires grad
+            while gradients are enabled or has a forward-mode gradient, or there is dropout, an
+            attn_mask or a block_mask; there is a qv, and there are alibi_slopes, or k is of
+            float8_e4m3fn; there is a tree_mask and an attention_chunk; there are key_lists with a
+            qv and an attention_chunk, a tree_mask or a key_list_block that is not 1, or a
+            key_list_queries that is not 1.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic

@@ -208,7 +208,9 @@ def test_caches_are_larger_than_the_l2_cache_and_pages_are_shuffled(monkeypatch)
 
 
 def test_trees(monkeypatch) -> None:
-    times = {f"{x} {what}": n for x in trees.PLACES for what, n in (("causal", 1.0), ("tree", 1.25))}
+    times = {
+        f"{x} {what}": n for x in trees.PLACES for what, n in (("causal", 1.0), ("tree", 1.25))
+    }
     monkeypatch.setattr(trees, "measure", fake_measure(times))
     rows = list(trees.measure_group(TINY_PREFILL, BRIEF))
     assert [row["over_causal"] for row in rows] == [None, pytest.approx(0.8)] * 2

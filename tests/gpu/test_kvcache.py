@@ -234,7 +234,7 @@ def test_one_length_for_all(page_size: int | None) -> None:
 @pytest.mark.parametrize("page_size", PAGES, ids=["dense", "paged"])
 @pytest.mark.parametrize("heads", [(4, 4), (32, 8)], ids=str)
 def test_a_triangle_has_the_bits_of_causal(heads: tuple[int, int], page_size: int | None) -> None:
-    """Of one tile of queries, whose splits are the same: in decode kernels and in those of tiles."""
+    """Of one tile of queries, whose splits are the same, in decode kernels and others."""
     for queries, splits in ((4, 1), (4, 5), (64, 2), (100, 5)):
         case = make_cache_case(
             **{"cached": (1500, 700), "capacity": 1600, "seqlens_q": queries, "head_dim": 128},

@@ -19,12 +19,12 @@ struct SequenceTree {
   int shift;    // the first of the queries' own keys
 
   CUTE_DEVICE static SequenceTree of(TreeMask const& mask, Sequence const& sequence) {
-    return {.data = mask.data + sequence.batch_q * mask.batch_stride +
-                    sequence.row_q * mask.row_stride,
-            .row_stride = mask.row_stride,
-            .queries = sequence.seqlen_q,
-            .columns = min(sequence.seqlen_q, mask.columns),
-            .shift = sequence.shift};
+    return {
+        .data = mask.data + sequence.batch_q * mask.batch_stride + sequence.row_q * mask.row_stride,
+        .row_stride = mask.row_stride,
+        .queries = sequence.seqlen_q,
+        .columns = min(sequence.seqlen_q, mask.columns),
+        .shift = sequence.shift};
   }
 
   // No query beyond those that attend has a row, nor a key beyond the last a column.
