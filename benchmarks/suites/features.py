@@ -5,6 +5,7 @@ targets of each, and what keeping the rounding of O costs.
     python -m benchmarks.suites.features features  # dropout, softcap, ALiBi, ...
     python -m benchmarks.suites.features decode --quick  # KV cache in CUDA graphs
     python -m benchmarks.suites.features prefill  # chunks of queries over a cache
+    python -m benchmarks.suites.features trees  # tree_mask beside causal
     python -m benchmarks.suites.features rounding  # keep_rounding in calls that are recorded
     python -m benchmarks.suites.features latent  # absorbed latent attention beside FlashAttention-3
 
@@ -30,6 +31,7 @@ from benchmarks.suites import decode as decode_speed
 from benchmarks.suites import feature_cost, rounding_cost
 from benchmarks.suites import latent as latent_speed
 from benchmarks.suites import prefill as prefill_speed
+from benchmarks.suites import trees as tree_speed
 from benchmarks.suites import varlen as varlen_speed
 
 SCHEMA = 1
@@ -38,6 +40,7 @@ BENCHMARKS = {
     "features": feature_cost,
     "decode": decode_speed,
     "prefill": prefill_speed,
+    "trees": tree_speed,
     "rounding": rounding_cost,
     "latent": latent_speed,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +94,8 @@ class Prefill:
             (group.batch,), group.seqlen_k, dtype=torch.int32, device=group.device
         )
 
-    def ours(self, page_size: int | None) -> list[Call]:
+    def ours(self, page_size: int | None, **mask: Any) -> list[Call]:
+        """Causal, or under another mask."""
         from flash_attn_cuda import flash_attn_with_kvcache
 
         require_ours(self.group.device)
@@ -105,11 +107,8 @@ class Prefill:
             table = order.to(torch.int32).view(self.group.batch, -1)
             k, v = (torch.empty_like(x.view(shape)) for x in (k, v))
             k[order], v[order] = self.k.view(shape), self.v.view(shape)
-        return [
-            lambda: flash_attn_with_kvcache(
-                self.q, k, v, cache_seqlens=self.lengths, block_table=table, causal=True
-            )
-        ]
+        given = {"cache_seqlens": self.lengths, "block_table": table, **(mask or {"causal": True})}
+        return [lambda: flash_attn_with_kvcache(self.q, k, v, **given)]
 
     def torch_flash(self) -> list[Call]:
         q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))

@@ -68,6 +68,7 @@ DTYPES = {
     "int8": "at::kChar",
     "fp32": "at::kFloat",
     "e8m0": "at::kFloat8_e8m0fnu",
+    "bool": "at::kBool",
     "lse": "at::kFloat",
     "q": "call.q.scalar_type()",
     "new": "dtype_of_new_keys(call)",

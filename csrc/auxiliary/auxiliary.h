@@ -15,6 +15,7 @@ struct SequenceTableRequest {
   bool is_paged;       // cu_seqlens_k, if given, tells lengths alone
   bool tiles_of_keys;  // the backward's main kernel has tiles of keys
   bool drops;          // first_q and first_k of origins count
+  int most_queries;    // that a tree mask has columns for; without one 0
   DeviceErrors* errors;
   void* workspace;
 };

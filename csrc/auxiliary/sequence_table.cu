@@ -110,6 +110,8 @@ __device__ Sequence make_sequence(const SequenceTableRequest& request, int index
                           ? sequence.rows_q
                           : detail::checked(request.errors, DeviceCheck::seqused_q, index,
                                             params.seqused_q[index], sequence.rows_q);
+  if (request.most_queries > 0 && sequence.seqlen_q > request.most_queries)
+    report(request.errors, DeviceCheck::tree_mask, index, sequence.seqlen_q, request.most_queries);
   const bool is_packed = params.cu_seqlens_k != nullptr && !request.is_paged;
   int capacity = is_packed ? k.y - k.x : shape.seqlen_k;
   if (request.is_paged && params.cu_seqlens_k != nullptr) {

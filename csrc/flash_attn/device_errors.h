@@ -21,6 +21,7 @@ enum class DeviceCheck : std::int32_t {
   rotary_position,   // must be below seqlen_rotary
   origin,            // first_q and first_k must be multiples of 16, from 0 to 2^30
   key_lists,         // must be below the sequence's number of keys; index: the sequence
+  tree_mask,         // must have a column for every query of a sequence, of which there are `value`
 };
 
 // It lies in device memory, zero at first. One per device, shared by all calls.

@@ -85,8 +85,9 @@ struct Window {
   static constexpr int unbounded = -1;
   int left = unbounded;
   int right = unbounded;
+  bool has_tree = false;  // ForwardParams::tree hides keys as well, and right none
 
-  constexpr bool is_full() const { return left == unbounded && right == unbounded; }
+  constexpr bool is_full() const { return left == unbounded && right == unbounded && !has_tree; }
 };
 
 // A (batch or 1, heads or 1, seqlen_q or 1, seqlen_k) tensor added to the scores; a dimension of 1
@@ -170,6 +171,16 @@ struct PairBits {
 struct SparsityParams {
   BlockLists lists;
   PairBits bits;
+};
+
+// Which of a sequence's last seqlen_q keys, those of its queries, each query sees: key j of them
+// where byte j of row i is not 0, none behind `columns`. (batch, seqlen_q, columns), or of packed
+// queries (total_q, columns), with a batch_stride of 0.
+struct TreeMask {
+  const std::uint8_t* data = nullptr;  // as Window::has_tree says
+  std::int64_t batch_stride = 0;
+  std::int64_t row_stride = 0;
+  int columns = 0;
 };
 
 // Where the seed and the offset of a call's random numbers come from: values, or, while a CUDA
@@ -262,7 +273,8 @@ struct ForwardParams {
   // int32 (batch, seqlen_q, heads_k, keys_per_list): the keys that a query's heads of a key head
   // see, by position in its sequence; negative: none. Contents are never trusted.
   TensorView key_lists;
-  int keys_per_list = 0;      // 0: no lists, and queries see all keys
+  int keys_per_list = 0;  // 0: no lists, and queries see all keys
+  TreeMask tree;
   bool fp32_results = false;  // out is fp32, whatever dtype
   // What rounding takes from out, eight bits of each number (shared/out_rounding.h); data null: not
   // wanted, or, with tangents, not known. Not of fp32 results, nor of caches and pages. Strides are

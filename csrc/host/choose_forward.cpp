@@ -169,6 +169,8 @@ KernelRequest request_of(const ForwardParams& params, const TensorExtents& exten
   KernelRequest request = common_request(params, extents, !params.e4m3_kv);
   if (params.paged.block_table != nullptr) request.features |= feature::paged_kv;
   if (params.e4m3_kv) request.features |= feature::e4m3_kv;
+  // Rows that can split keys read tree masks.
+  if (params.window.has_tree) request.features |= feature::split_kv;
   request.seqlen = typical_seqlen(params);
   // Where bits must not depend on the batch, nothing may choose a row for long calls.
   if (params.split.batch_invariant) request.keys_per_query = 0;

@@ -14,7 +14,8 @@ inline constexpr int most_bound_with_origin = (1 << 29) - 1;
 // A window of the same visible pairs, with a bound that hides nothing (or is negative) replaced by
 // Window::unbounded. What stays bounded is smaller than a sequence, so that index arithmetic on it
 // cannot overflow, and a window that hides nothing (causal with one query) is recognised as full.
-// With an origin any bound may hide something.
+// With an origin any bound may hide something. With a tree mask `right` is bounded, and hides
+// nothing.
 constexpr Window normalize_window(Window window, const AttentionShape& shape,
                                   const SequenceParams& sequences = {}) {
   if (shape.seqlen_q == 0 || shape.seqlen_k == 0) return {};
@@ -28,8 +29,9 @@ constexpr Window normalize_window(Window window, const AttentionShape& shape,
   // >= seqlen_q - 1.
   const bool left_hides = window.left >= 0 && window.left < shape.seqlen_k - 1;
   const bool right_hides = window.right >= 0 && window.right < shape.seqlen_q - 1;
-  return {.left = left_hides ? window.left : Window::unbounded,
-          .right = right_hides ? window.right : Window::unbounded};
+  const int left = left_hides ? window.left : Window::unbounded;
+  if (window.has_tree) return {.left = left, .right = shape.seqlen_q - 1, .has_tree = true};
+  return {.left = left, .right = right_hides ? window.right : Window::unbounded};
 }
 
 }  // namespace flash_attn_cuda

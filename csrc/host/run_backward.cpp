@@ -16,6 +16,7 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& given, Stream 
                        .is_paged = false,
                        .tiles_of_keys = true,
                        .drops = params.dropout.threshold > 0,
+                       .most_queries = 0,
                        .errors = params.errors,
                        .workspace = params.workspace},
                       stream);

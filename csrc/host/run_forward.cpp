@@ -44,6 +44,7 @@ void run_forward(const ForwardPlan& plan, const ForwardParams& given, Stream str
                        .is_paged = params.paged.block_table != nullptr,
                        .tiles_of_keys = false,
                        .drops = params.dropout.threshold > 0,
+                       .most_queries = params.tree.columns,
                        .errors = params.errors,
                        .workspace = params.workspace},
                       stream);

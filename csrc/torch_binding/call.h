@@ -62,9 +62,10 @@ inline at::ScalarType result_dtype(const AttentionCall& call) {
   return call.fp32_results ? at::kFloat : call.q.scalar_type();
 }
 
-// Results in fp32 are as computed, and those over a cache or with qv have no backward.
+// Results in fp32 are as computed, and those over a cache, with qv or tree_mask have no backward.
 inline bool has_rounding(const AttentionCall& call) {
-  return !call.fp32_results && !reads_in_place(call) && !call.qv.defined();
+  return !call.fp32_results && !reads_in_place(call) && !call.qv.defined() &&
+         !call.tree_mask.defined();
 }
 
 // A negative bound, or one that no kernel could hold, is none.
@@ -74,7 +75,8 @@ inline Window window_of(const AttentionCall& call) {
     return is_none ? Window::unbounded : static_cast<int>(size);
   };
   return {.left = bound(call.window_size_left),
-          .right = call.causal ? 0 : bound(call.window_size_right)};
+          .right = call.causal ? 0 : bound(call.window_size_right),
+          .has_tree = call.tree_mask.defined()};
 }
 
 // Whether kernels read lengths or indices that may be wrong.

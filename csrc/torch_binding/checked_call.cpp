@@ -88,6 +88,7 @@ AttentionCall as_kernels_read(AttentionCall given, std::int64_t batch) {
   AttentionCall call = with_contiguous_masks(std::move(given));
   if (call.alibi_slopes.defined()) call.alibi_slopes = with_contiguous_rows(call.alibi_slopes);
   if (call.key_lists.defined()) call.key_lists = lists_of_keys(call.key_lists);
+  if (call.tree_mask.defined()) call.tree_mask = with_contiguous_rows(call.tree_mask);
   call.softmax_scale = softmax_scale_of(call);
   call.softcap = std::max(0.0f, static_cast<float>(call.softcap));
   const Window window = window_of(call);
@@ -121,6 +122,7 @@ AttentionCall checked_description(AttentionCall call, Pass pass, const ArgumentN
   check_arrays(call, names);
   check_sizes_of_arrays(call, names);
   if (call.key_lists.defined()) check_lists_of_keys(call.key_lists);
+  if (call.tree_mask.defined()) check_sizes("tree_mask", call.tree_mask);
   check_entries(call, batch);
   if (is_paged(call)) check_rows_of_table(call.block_table);
   if (reads_in_place(call)) check_capacity(call);

@@ -99,6 +99,8 @@ Rule rule_of(DeviceCheck check, const ArgumentNames& names) {
       return {"origin", "must have multiples of 16, from 0 to 2^30, as first_q and first_k"};
     case DeviceCheck::key_lists:
       return {"key_lists", "must be below the sequence's number of keys"};
+    case DeviceCheck::tree_mask:
+      return {"tree_mask", "must have a column for every query of a sequence"};
     case DeviceCheck::none:
       break;
   }

@@ -235,6 +235,13 @@ ForwardParams forward_params(const AttentionCall& call) {
     params.key_lists = view_at(const_cast<void*>(data_of(call.key_lists)), call.key_lists);
     params.keys_per_list = static_cast<int>(call.key_lists.size(-1));
   }
+  if (call.tree_mask.defined()) {
+    const at::Tensor& mask = call.tree_mask;
+    params.tree = {.data = static_cast<const std::uint8_t*>(data_of(mask)),
+                   .batch_stride = mask.dim() == 3 ? stride_of(mask, 0) : 0,
+                   .row_stride = stride_of(mask, mask.dim() - 2),
+                   .columns = static_cast<int>(mask.size(-1))};
+  }
   params.paged = paged_params(call);
   params.split = {.num_splits = static_cast<int>(call.num_splits),
                   .batch_invariant = call.batch_invariant};

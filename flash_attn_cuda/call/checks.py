@@ -109,7 +109,7 @@ def _check_arrays(call: AttentionCall, names: Names) -> None:
         "Hk": call.k.shape[-2],
     }
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32, "e8m0": E8M0}
-    dtypes |= {"q": call.q.dtype, "lse": call.lse_dtype()}
+    dtypes |= {"q": call.q.dtype, "lse": call.lse_dtype(), "bool": torch.bool}
     dtypes["new"] = E4M3 if call.appends_fp8() else call.q.dtype
     for name, shapes, dtype in ARRAYS:
         array: Any = getattr(call, name)
@@ -256,6 +256,7 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
     if call.seqused_q is not None:
         lengths.check_range("seqused_q", call.seqused_q, 0, used_q)
         used_q = call.seqused_q
+    _check_tree(call, used_q)
     lengths.check_bound(names.max_seqlen_q, call.max_seqlen_q, used_q)
 
     name, used_k = "seqused_k", call.seqused_k
@@ -278,6 +279,13 @@ def _check_packed_contents(call: AttentionCall, names: Names) -> None:
         lengths.check_pages(table, call.leftpad_k, used_k, k.shape[:2])
     if call.origin is not None and call.dropout_p > 0.0:
         lengths.check_origin_contents(call.origin)
+
+
+def _check_tree(call: AttentionCall, queries: torch.Tensor) -> None:
+    """Raise unless a tree mask has a column for each of a packed sequence's queries."""
+    if call.tree_mask is not None:
+        columns = call.tree_mask.shape[1]
+        lengths.check_range("tree_mask", queries, 0, columns, "the queries of a sequence")
 
 
 def _check_lists(call: AttentionCall, queries: torch.Tensor, used: torch.Tensor) -> None:
@@ -308,6 +316,7 @@ def _check_cache_contents(call: AttentionCall) -> None:
     else:
         bounds = ("cu_seqlens_q", call.cu_seqlens_q, q.shape[0], "total_q")
         queries = lengths.check_cu_seqlens_contents(*bounds)
+        _check_tree(call, queries)
         lengths.check_bound("max_seqlen_q", call.max_seqlen_q, queries)
     used = call.seqused_k
     if used is None or call.seqlen_k is not None:

@@ -155,6 +155,11 @@ class AttentionCall:
     key_lists: Tensor | None = argument(None, shape="...", part="cache", is_strided=True)
     # keys that an entry stands for, from its multiple on
     key_list_block: int = argument(1, at_least=1, part="cache")
+    # (B, Sq, Sq), or packed (total_q, n): which of the last Sq keys of its sequence, those of its
+    # queries, a query sees
+    tree_mask: Tensor | None = argument(
+        None, shape="...", dtype="bool", part="cache", is_strided=True
+    )
     # where v alone is of e4m3: k's columns are values too, behind v's
     values_include_rope: bool = argument(False, part="cache")
     # instead of seqused_k, of every sequence of a cache
@@ -289,8 +294,13 @@ class AttentionCall:
         return max(self.window_size_left, -1), max(right, -1)
 
     def is_windowed(self) -> bool:
-        """Whether there is a window, causal included, however wide."""
-        return self.causal or self.window_size_left >= 0 or self.window_size_right >= 0
+        """Whether what a query sees depends on where it stands."""
+        is_bounded = self.window_size_left >= 0 or self.window_size_right >= 0
+        return self.causal or is_bounded or self.tree_mask is not None
+
+    def bounds_right(self) -> bool:
+        """Whether window_size has a right bound."""
+        return self.window_size_right >= 0
 
     def batch(self) -> int:
         """Sequences of the call."""
@@ -348,7 +358,7 @@ class AttentionCall:
     def returns_rounding(self) -> bool:
         """Whether there is an out_rounding: results in 32 bits and more are as computed."""
         is_rounded = self.result_dtype() != self.lse_dtype()
-        has_backward = not self.reads_in_place() and self.qv is None
+        has_backward = not self.reads_in_place() and self.qv is self.tree_mask is None
         return self.keeps_rounding and is_rounded and has_backward
 
     def softmax_d_shape(self) -> tuple[int, ...]:

@@ -75,6 +75,7 @@ class Known(NamedTuple):
 KNOWN = {
     "has_masks": Known("attn_mask", "None", "a tensor"),
     "quantizes_tokens": Known("quantize", "None", "'token'"),
+    "bounds_right": Known("window_size", "unbounded on the right", "a right bound"),
     "has_cache_seqlens": Known("cache_seqlens", "None", "a tensor"),
 }
 
@@ -95,7 +96,10 @@ def range_in_words(said: Mapping[str, Any]) -> str:
 
 # What calls alone have that a backward follows.
 _OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin", "return_max_logits")
-_OF_PACKED = ("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "qv")
+_OF_PACKED = (
+    *("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "qv"),
+    "tree_mask",
+)
 _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
 _OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
@@ -116,6 +120,13 @@ OF_CALL = (
     Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
     Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
     Rules("not qv", "without qv", refused=("key_lists",)),
+    Rules(
+        "tree_mask",
+        "with a tree_mask, which says what of their own keys queries see",
+        absent=("causal", "bounds_right"),
+        refused=_OF_TRAINING,
+    ),
+    Rules("key_lists", "with key_lists", refused=("tree_mask",)),
     Rules("lists_blocks", refusal="key_list_block: must be 1, got {key_list_block.value}"),
     Rules("not is_fp8", f"where {{k}} is not of {E4M3}", absent=("q_descale", "k_descale")),
     Rules(
@@ -153,12 +164,14 @@ OF_BACKWARD = (
         "over_cache", refusal=f"{{k}}: must not be attended to {WANTED}, as that has no backward"
     ),
     Rules("block_table", refusal=f"block_table: must be None {WANTED}, got a tensor"),
+    Rules("tree_mask", refusal=f"tree_mask: must be None {WANTED}, got a tensor"),
 )
 OF_DIRECTION = (
     Rules("qv", refusal=f"qv: must be None {DIRECTED}, got a tensor"),
     Rules("is_fp8", refusal=f"{{k}}: must not be of {E4M3} {DIRECTED}"),
     Rules("reads_in_place", refusal=f"block_table: must be None {DIRECTED}, as must be a cache"),
     Rules("fp32_results", refusal=f"fp32_results: must be False {DIRECTED}, got True"),
+    Rules("tree_mask", refusal=f"tree_mask: must be None {DIRECTED}, got a tensor"),
 )
 # Where autograd records a call.
 OF_RECORDED = (
@@ -287,6 +300,17 @@ OF_ARRAYS = (
          and call.key_lists.shape[-2] == call.heads_k(),
          "must have a list for every query of {q}, {q.shape}, and head of {k} ({heads_k}), got "
          "{key_lists.shape}", "key_lists"),
+    Must("tree_mask", lambda call: call.is_packed() or (
+         call.tree_mask.dim() == 3 and call.tree_mask.shape[0] == call.q.shape[0]
+         and call.tree_mask.shape[1] == call.q.shape[1]
+         and call.tree_mask.shape[2] == call.q.shape[1]),
+         "must have shape ({q.shape[0]}, {q.shape[1]}, {q.shape[1]}), got {tree_mask.shape}",
+         "tree_mask"),
+    Must("tree_mask", lambda call: not call.is_packed() or (
+         call.tree_mask.dim() == 2 and call.tree_mask.shape[0] == call.q.shape[0]
+         and call.tree_mask.shape[1] >= call.max_seqlen_q),
+         "must have a row for each query ({q.shape[0]}) and at least max_seqlen_q "
+         "({max_seqlen_q.value}) columns, got {tree_mask.shape}", "tree_mask"),
     Must("block_table", lambda call: call.cache_batch_idx is not None
          or (call.block_table.dim() == 2 and call.block_table.shape[0] == call.batch()),
          "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),

@@ -63,7 +63,7 @@ def sequences_of(call: AttentionCall) -> Iterator[Sequence]:
             q, k = torch.cat([q, call.qv[queries]], -1), torch.cat([k, v], -1)
             if call.values_include_rope:
                 v = torch.cat([v, rope], -1)
-        alone = _alone(call, index, q, k, v)
+        alone = _alone(call, index, queries, q, k, v)
         found = Sequence(alone, slice(index, index + 1), queries, rows, keys)
         if call.key_lists is None:
             yield found
@@ -175,8 +175,10 @@ def of_entry(x: Any, entry: slice) -> Any:
     return x if x is None or x.shape[0] == 1 else x[entry]
 
 
-def _alone(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-    """Sequence `index` of a call, of which these are queries and keys."""
+def _alone(
+    call: AttentionCall, index: int, queries: Index, q: Tensor, k: Tensor, v: Tensor
+) -> AttentionCall:
+    """Sequence `index` of a call, of which these are queries, where they lie, and keys."""
     entry, slopes = slice(index, index + 1), call.alibi_slopes
     if call.origin is None:
         origin = torch.tensor([[index * q.shape[2], 0, 0, k.shape[1] - q.shape[1]]])
@@ -187,6 +189,7 @@ def _alone(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor) -> 
     pairs: dict[str, Any] = {name: of_entry(getattr(call, name), entry) for name in OVER_PAIRS}
     dense: dict[str, Any] = {"cu_seqlens_q": None, "block_table": None, "over_cache": False}
     dense["qv"] = None
+    dense["tree_mask"] = None if call.tree_mask is None else call.tree_mask[queries]
     return replace(call, q=q, k=k, v=v, origin=origin, alibi_slopes=slopes, **pairs, **dense)
 
 

@@ -266,6 +266,9 @@ class Problem:
             self.add_bias(call.bias, scores, lanes, m_block, n_block)
         if self._hides_any(m_block, n_block):
             by_head.masked_fill_(self._hidden(m_block, n_block), -math.inf)
+        if call.tree_mask is not None:
+            hidden = self._hidden_by_tree(call.tree_mask[0], m_block, n_block)
+            by_head.masked_fill_(hidden, -math.inf)
         if self.visibility is not None:
             blocks = m_block.positions(), n_block.positions()
             by_head.masked_fill_(self.visibility.hidden(lanes.part, *blocks), -math.inf)
@@ -376,6 +379,11 @@ class Problem:
         if right >= 0:
             hidden |= distance > right
         return hidden
+
+    def _hidden_by_tree(self, tree: Tensor, m_block: Block, n_block: Block) -> Tensor:
+        """(block_m, block_n) booleans: own keys that queries do not see, of a mask (Sq, n)."""
+        own = torch.arange(n_block.start, n_block.stop, device=tree.device) - self.shift
+        return (own >= 0) & ~tree[m_block.start : m_block.stop, own.clamp(min=0)]
 
 
 def _pairs_of(x: Tensor, m_block: Block, n_block: Block) -> Tensor:

@@ -54,6 +54,16 @@ def add_lists(
     call.key_list_block = as_index("key_list_block", key_list_block)
 
 
+def add_tree(call: AttentionCall, tree_mask: Any, max_seqlen_q: Any) -> None:
+    """A mask of the pairs of queries and their own keys, whose width bounds lengths that no integer
+    does.
+    """
+    check_tensor("tree_mask", tree_mask)
+    call.tree_mask = tree_mask
+    if call.is_packed() and tree_mask.dim() == 2 and not isinstance(max_seqlen_q, int):
+        call.max_seqlen_q = min(call.max_seqlen_q, tree_mask.shape[1])
+
+
 def seqlen_bound(name: str, max_seqlen: Any, x: Tensor, block_table: Any = None) -> int:
     """A host integer for the max_seqlen of sequences packed in x, or in its pages, without reading
     a tensor: what fits there for a tensor or None.

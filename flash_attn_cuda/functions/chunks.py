@@ -133,6 +133,7 @@ def attend_in_chunks(call: AttentionCall, chunk: int, returns_lse: bool) -> Resu
         "a block_table, which flash_attn_with_kvcache takes": call.block_table is not None,
         "return_attn_probs and dropout": returns_lse and call.dropout_p > 0.0,
         "key_lists": call.key_lists is not None,
+        "tree_mask": call.tree_mask is not None,
     }
     refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
     call.q, call.k, call.v, call.qv = cast_for_autocast(call.q, call.k, call.v, call.qv)
@@ -285,7 +286,10 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
     """attend_in_chunks over a cache. New keys are appended first, unless one query a sequence sees
     one.
     """
-    reasons = {"key_lists": call.key_lists is not None}
+    reasons = {
+        "key_lists": call.key_lists is not None,
+        "tree_mask": call.tree_mask is not None,
+    }
     refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
     check_call(call, is_padded=False)
     if call.batch() == 0:

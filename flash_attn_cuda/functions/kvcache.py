@@ -20,7 +20,7 @@ from ..call.tensors import (
 )
 from ..call.window import UNLIMITED, WindowSize
 from ..operators.combine import run_combine, run_combine_out
-from .arguments import add_lists, of_lse_dtype, seqlen_bound
+from .arguments import add_lists, add_tree, of_lse_dtype, seqlen_bound
 from .attend import results_of
 from .chunks import attend_over_cache_in_chunks, check_chunk
 
@@ -61,6 +61,7 @@ def flash_attn_with_kvcache(
     key_lists: Tensor | None = None,
     key_list_block: int = 1,
     values_include_rope: bool = False,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -84,8 +85,8 @@ def flash_attn_with_kvcache(
         v: as k, with head_dim_v.
         rotary_cos: (seqlen_rotary, rotary_dim / 2): rotates the first rotary_dim elements of k, at
             positions cache_seqlens, cache_seqlens + 1, ..., and of q, at the same positions if
-            causal or windowed, all at cache_seqlens otherwise (Su et al., "RoFormer", 2021,
-            section 3.2.2). Only with k.
+            causal, windowed or with a tree_mask, all at cache_seqlens otherwise (Su et al.,
+            "RoFormer", 2021, section 3.2.2). Only with k.
         rotary_sin: as rotary_cos.
         cache_seqlens: (batch,), or an integer for all: rows of the cache that are filled, before
             appending, left padding included. None, without k, for the whole capacity.
@@ -144,6 +145,13 @@ def flash_attn_with_kvcache(
             LatentFormat.DEEPSEEK_V4: out has head_dim_v + head_dim of them, at most 512. For a
             v_cache alone of float8_e4m3fn: where both are in 16 bits, one cache is k_cache and
             v_cache, without a qv.
+        tree_mask: (batch, seqlen_q, seqlen_q), bool, or packed (total_q, n) with a row for every
+            query and n at least max_seqlen_q, with any strides: the last seqlen_q keys of a
+            sequence are its queries' own, of which query i sees key j where tree_mask[b, i, j] is
+            True, packed at query i's row and column j. It sees all keys before them that the window
+            leaves. Where seqlen_k < seqlen_q the first own keys do not exist. For speculative
+            decoding of trees (Miao et al., "SpecInfer", 2024), whose tokens' depths are no rows:
+            a caller rotates by them itself. Without causal and a right window.
 
     Returns:
         out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
@@ -151,11 +159,12 @@ def flash_attn_with_kvcache(
 
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
-        not written. ValueError: there is a qv and no softmax_scale. NotImplementedError: a tensor
+        not written. ValueError: there is a qv and no softmax_scale, or a tree_mask and causal or a
+        right window. NotImplementedError: a tensor
         carries a forward-mode gradient, or with k or qv requires grad while gradients are enabled;
         from the backward, without those; with a qv there are alibi_slopes, or k_cache is of
-        float8_e4m3fn; there are key_lists without a qv or with an attention_chunk, or a
-        key_list_block that is not 1.
+        float8_e4m3fn; there are key_lists without a qv or with an attention_chunk or a
+        tree_mask, a tree_mask and an attention_chunk, or a key_list_block that is not 1.
     """
     tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, qv)
     _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)
@@ -206,6 +215,8 @@ def flash_attn_with_kvcache(
         call.values_include_rope = True
     if key_lists is not None or key_list_block != 1:
         add_lists(call, key_lists, key_list_block)
+    if tree_mask is not None:
+        add_tree(call, tree_mask, max_seqlen_q)
     if out is not None:
         call.out = out
     if attention_chunk != 0:

@@ -18,7 +18,7 @@ from ..call.tensors import (
     refuse_gradients,
 )
 from ..call.window import UNLIMITED, WindowSize
-from .arguments import Result, add_lists, of_lse_dtype, packed_lengths
+from .arguments import Result, add_lists, add_tree, of_lse_dtype, packed_lengths
 from .attend import attend, returned
 from .chunks import attend_in_chunks, check_chunk
 from .given_masks import Masks, add_masks, given_lists
@@ -70,6 +70,7 @@ def flash_attn_varlen_func(
     key_list_block: int = 1,
     key_list_queries: int = 1,
     values_include_rope: bool = False,
+    tree_mask: Tensor | None = None,
     return_max_logits: bool = False,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
@@ -132,6 +133,7 @@ def flash_attn_varlen_func(
         relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
             max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
         values_include_rope: as in flash_attn_with_kvcache.
+        tree_mask: (total_q, n), bool, as in flash_attn_with_kvcache; there is no backward.
         return_max_logits: as in flash_attn_func, and not with a block_table, a qv or k of FP8.
 
     Returns:
@@ -140,19 +142,21 @@ def flash_attn_varlen_func(
         max_seqlen_k), where total_q, total_k stand in for bounds that are no integers.
 
     Raises:
-        As flash_attn_func; ValueError for a negative max_seqlen, and for a qv without a
-        softmax_scale. On the CPU, ValueError as well for lengths and indices that are wrong, and an
-        integer max_seqlen below the longest sequence. On CUDA those are clamped or skipped, so that
-        nothing outside the tensors is touched, and reported by check_device_errors, or by the call
-        itself with FLASH_ATTN_CUDA_CHECK=1.
+        As flash_attn_func; ValueError for a negative max_seqlen, for a qv without a softmax_scale,
+        and for a tree_mask with causal or a right window. On the CPU, ValueError as well for
+        lengths and indices that are wrong, and an integer max_seqlen below the longest sequence. On
+        CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
+        reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
         NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
             block_mask; from the backward, there was a block_table or k was of float8_e4m3fn; there
             is an out, and it or an input requires grad while gradients are enabled; k is of
             float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
-            attn_mask or a block_mask; there is a qv, and an input requires grad while gradients are
-            enabled or has a forward-mode gradient, or there is dropout, an attn_mask, a block_mask
-            or alibi_slopes, or k is of float8_e4m3fn; there are key_lists with a qv and an
-            attention_chunk or a key_list_block that is not 1, or a key_list_queries that is not 1.
+            attn_mask or a block_mask; there is a qv or a tree_mask, and an input requires grad
+            while gradients are enabled or has a forward-mode gradient, or there is dropout, an
+            attn_mask or a block_mask; there is a qv, and there are alibi_slopes, or k is of
+            float8_e4m3fn; there is a tree_mask and an attention_chunk; there are key_lists with a
+            qv and an attention_chunk, a tree_mask or a key_list_block that is not 1, or a
+            key_list_queries that is not 1.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -195,6 +199,9 @@ def flash_attn_varlen_func(
     if qv is not None:
         call.qv = qv
         refuse_gradients(f"as attention with qv {NO_BACKWARD}", q=q, k=k, v=v, qv=qv, sink=sink)
+    if tree_mask is not None:
+        add_tree(call, tree_mask, max_seqlen_q)
+        refuse_gradients(f"as attention with tree_mask {NO_BACKWARD}", q=q, k=k, v=v, sink=sink)
     if values_include_rope:
         call.values_include_rope = True
     if has_lists and qv is not None:

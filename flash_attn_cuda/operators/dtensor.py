@@ -94,6 +94,7 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
         **dict.fromkeys(("rotary_cos", "rotary_sin"), (WHOLE, WHOLE)),
         "block_table": table,
         "key_lists": (*q[:-2], KEY_HEADS, WHOLE),
+        "tree_mask": (*q[:-2], WHOLE),
     }
 
 

@@ -29,6 +29,7 @@ from benchmarks.suites import (
     rotary,
     rounding_cost,
     second_order,
+    trees,
     varlen,
 )
 from benchmarks.suites.mask_blocks import BLOCK, flex_block_mask, random_blocks, window_blocks
@@ -204,6 +205,16 @@ def test_caches_are_larger_than_the_l2_cache_and_pages_are_shuffled(monkeypatch)
     assert k.shape == v.shape == (2 * 512 // 16, 16, 2, 16) and tables.shape == (1, 2, 512 // 16)
     assert sorted(tables.flatten().tolist()) == list(range(len(k))) != tables.flatten().tolist()
     assert k.data_ptr() == caches.k.data_ptr()
+
+
+def test_trees(monkeypatch) -> None:
+    times = {
+        f"{x} {what}": n for x in trees.PLACES for what, n in (("causal", 1.0), ("tree", 1.25))
+    }
+    monkeypatch.setattr(trees, "measure", fake_measure(times))
+    rows = list(trees.measure_group(TINY_PREFILL, BRIEF))
+    assert [row["over_causal"] for row in rows] == [None, pytest.approx(0.8)] * 2
+    assert [met(row) for row in rows] == [[], [False]] * 2
 
 
 def test_prefill(monkeypatch) -> None:

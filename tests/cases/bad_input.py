@@ -253,6 +253,32 @@ def varlen_cases() -> Iterator[BadContent]:
         yield BadContent(f"leftpad_k {leftpad[index]}", match, prepare)
 
 
+def tree_cases() -> Iterator[BadContent]:
+    """A mask with fewer columns than a sequence has queries shows none of the keys behind them, nor
+    what lies there in memory.
+    """
+    mask = torch.ones(TOTAL, TOTAL, dtype=torch.bool, device=DEVICE)
+
+    def call(guards: list[Guard], tree: Tensor) -> Results:
+        out, lse, _ = flash_attn_varlen_func(
+            *(*(guard.tensor for guard in guards), int32(GOOD_Q), int32(GOOD_K), None, None),
+            tree_mask=tree,
+            return_attn_probs=True,
+        )
+        return {"out": out, "lse": lse}
+
+    def prepare() -> Prepared:
+        guards, wider = varlen_inputs(), mask.clone()
+        wider[:, 12:] = False
+        return Prepared(
+            call=lambda: call(guards, mask[:, :12]),
+            expected=lambda: call(guards, wider),
+            guards=guards,
+        )
+
+    yield BadContent("tree_mask 15", r"^tree_mask: .*must .*got 15\b", prepare)
+
+
 # -- caches ----------------------------------------------------------------------------------------
 
 BATCH, CAPACITY, PAGE_SIZE, NEW = 3, 21, 7, 4
@@ -468,7 +494,10 @@ def unspecified_cases() -> Iterator[BadContent]:
 
 def bad_content_cases() -> list[BadContent]:
     of_caches = (*cache_cases(), *list_cases())
-    return [*varlen_cases(), *origin_cases(), *of_caches, *unspecified_cases()]
+    return [
+        *(*varlen_cases(), *origin_cases(), *tree_cases()),
+        *(*of_caches, *unspecified_cases()),
+    ]
 
 
 def differences(actual: Results, expected: Results) -> list[str]:

@@ -29,7 +29,7 @@ class KvCacheInputs(CacheTensors):
         """Sequence b alone, in a cache of another capacity; its pages stay where they are."""
         at, table = slice(b, b + 1), self.block_table
         changed: dict[str, Any] = {"q": self.q[at], "cache_seqlens": self.cache_seqlens[at]}
-        for name in ("qv", "key_lists"):
+        for name in ("qv", "key_lists", "tree_mask"):
             x = getattr(self, name)
             changed[name] = None if x is None else x[at]
         if table is not None:
@@ -66,6 +66,7 @@ class KvCacheCase(Features):
     sink: torch.dtype | None = feature(None, lambda x: f"sink_{DTYPE_NAMES[x.sink]}")
     has_qv: bool = feature(False, "qv".format)
     keys_per_list: int | None = feature(None, "lists{0.keys_per_list}".format)  # None: no lists
+    tree: str | None = feature(None, "tree_{0.tree}".format, needs="split_kv")  # of TREES
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
@@ -139,8 +140,28 @@ class KvCacheCase(Features):
             alibi_slopes=self.make_slopes(self.batch, self.num_heads_q, generator),
             sink=self._sink(generator),
             qv=normal(*q.shape[:-1], self.value_dim) if self.has_qv else None,
+            tree_mask=self._tree_mask(generator),
         )
         return inputs if self.keys_per_list is None else self._with_lists(inputs, generator)
+
+    def _tree_mask(self, generator: torch.Generator) -> Tensor | None:
+        """In a larger tensor, of which all else would show keys; packed with columns too many."""
+        if self.tree is None:
+            return None
+        queries = self.seqlens_q
+        counts = (queries,) * self.batch if isinstance(queries, int) else queries
+        longest = max(counts, default=0)
+        trees = [draw_tree(self.tree, n, generator) for n in counts]
+        if isinstance(queries, int):
+            around = torch.ones(self.batch, longest + 1, longest + 8, dtype=torch.bool)
+            mask = around.to(self.device)[:, :longest, 3 : 3 + longest]
+            for of, tree in zip(mask, trees, strict=True):
+                of.copy_(tree)
+            return mask
+        mask = torch.ones(sum(counts), longest + 7, dtype=torch.bool, device=self.device)
+        for rows, tree in zip(mask.split(counts), trees, strict=True):
+            rows[:, 3 : 3 + len(tree)] = tree
+        return mask[:, 3:]
 
     def _sink(self, generator: torch.Generator) -> Tensor | None:
         if self.sink is None:
@@ -234,6 +255,29 @@ def draw_lists(shape: tuple[int, int, int], seqlen_k: int, generator: torch.Gene
     in_order = torch.where(in_order < seqlen_k, in_order, nothing)
     kind = uniform(*shape[:2], 1)
     return torch.where(kind < 0.5, anywhere, torch.where(kind < 0.9, in_order, nothing))
+
+
+TREES = ("drawn", "any", "none", "triangle")
+
+
+def draw_tree(kind: str, size: int, generator: torch.Generator) -> Tensor:
+    """bool (size, size): what of their keys the queries see. "drawn": each its ancestors and
+    itself, of any parents before it; "any": each any; "none"; "triangle": as under causal.
+    """
+    device = generator.device
+    if kind == "any":
+        return torch.rand(size, size, device=device, generator=generator) < 0.5
+    if kind != "drawn":
+        return torch.ones(size, size, dtype=torch.bool, device=device).tril(
+            0 if kind == "triangle" else -size
+        )
+    mask = torch.eye(size, dtype=torch.bool)
+    parents = torch.rand(size, device=device, generator=generator).tolist()
+    for i, share in enumerate(parents):
+        parent = int(share * (i + 1)) - 1  # one of those before it, or the last key of all
+        if parent >= 0:
+            mask[i] |= mask[parent]
+    return mask.to(device)
 
 
 QUERIES: dict[str, dict[str, Any]] = {

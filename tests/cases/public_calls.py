@@ -280,6 +280,11 @@ PUBLIC_CALLS = [
     PublicCall("decode_narrow_values", _decode, lambda n: _narrow(_make_cache(n), "v_cache")),
     PublicCall("append", _append, _make_append, mutated=CACHES),
     PublicCall(
+        "append_tree", _with(flash_attn_with_kvcache, return_softmax_lse=True),
+        lambda n: _make_append(n) | {"tree_mask": (torch.rand(3, 2, 2) < 0.5).to(DEVICE)},
+        mutated=CACHES,
+    ),
+    PublicCall(
         "paged_append", _with(_paged_append, causal=True, num_splits=2), _make_paged_append,
         mutated=CACHES,
     ),

@@ -62,6 +62,7 @@ HAVING: dict[str, Described] = {
     "v_descale": FP8_LATENT,
     "qv": LATENT,
     "key_lists": LATENT | {"key_lists": integers(6, 2, 9)},
+    "tree_mask": CACHE | {"tree_mask": zeros(2, 3, 3, dtype=torch.bool)},
 }
 # What is done to an array, the exception, and how its words go on behind the array's name.
 CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {

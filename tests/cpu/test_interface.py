@@ -29,7 +29,7 @@ MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None, attention_
 ROUNDING, LOGITS = "keep_rounding=True", "return_max_logits=False"
 BIAS = "relative_bias=None"
 LISTS = "key_lists=None, key_list_block=1"
-QUERIES, ROPE = "key_list_queries=1", "values_include_rope=False"
+QUERIES, ROPE = "key_list_queries=1", "values_include_rope=False, tree_mask=None"
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 # What this package's functions have behind FlashAttention-2's parameters.
 OWN = {

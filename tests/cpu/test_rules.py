@@ -40,10 +40,13 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "fp32_results": ("fp32_results", True, "False", "True"),
     "return_max_logits": ("return_max_logits", True, "False", "True"),
     "values_include_rope": ("values_include_rope", True, "False", "True"),
+    "causal": ("causal", True, "False", "True"),
+    "bounds_right": ("window_size", 0, "unbounded on the right", "a right bound"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin return_max_logits"
 UNABSORBED = "as a model scales by the head dim that it has without absorption"
 ROTARY = "rotary_cos rotary_sin"
+OF_TREE = "with a tree_mask, which says what of their own keys queries see"
 DENSE_DIMS = "4 dimensions (batch, seqlen, heads, head_dim)"
 PACKED_DIMS = "3 dimensions (total, heads, head_dim)"
 
@@ -92,6 +95,8 @@ CALLS: dict[str, Described] = {
     "wants_s_dmask": PACKED | {"dropout_p": 0.5, "return_softmax": True},
     "qv": LATENT,
     "not qv": CACHE,
+    "key_lists": LATENT | {"key_lists": integers(6, 2, 9)},
+    "tree_mask": PACKED | {"tree_mask": zeros(6, 9, dtype=torch.bool)},
     "is_fp8": fp8(PACKED),
     "not is_fp8": CACHE,
     "is_fp8_latent": FP8_LATENT,
@@ -120,7 +125,7 @@ def described(given: Described) -> AttentionCall:
 # Fact, exception, the end of its words, fields that each break a rule where the fact holds.
 ABSENT = (
     ("is_of_one_length", ValueError, "without cu_seqlens_q",
-     "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table qv"),
+     "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table qv tree_mask"),
     ("not over_cache", ValueError, "without over_cache",
      f"cache_batch_idx seqlen_k k_new v_new cu_seqlens_k_new {ROTARY}"),
     ("over_cache", NotImplementedError, "over a cache", OF_TRAINING),
@@ -132,6 +137,9 @@ ABSENT = (
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
     ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
     ("not qv", NotImplementedError, "without qv", "key_lists"),
+    ("tree_mask", ValueError, OF_TREE, "causal bounds_right"),
+    ("tree_mask", NotImplementedError, OF_TREE, OF_TRAINING),
+    ("key_lists", NotImplementedError, "with key_lists", "tree_mask"),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
     ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
      "v_descale quantizes_tokens"),
@@ -221,6 +229,11 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (LATENT, {"key_lists": integers(6, 4, 9)},
          "key_lists: must have a list for every query of q, (6, 4, 16), and head of k (2), got "
          "(6, 4, 9)"),
+        (CACHE, {"tree_mask": zeros(2, 3, 4, dtype=torch.bool)},
+         "tree_mask: must have shape (2, 3, 3), got (2, 3, 4)"),
+        (PACKED, {"tree_mask": zeros(6, 8, dtype=torch.bool)},
+         "tree_mask: must have a row for each query (6) and at least max_seqlen_q (9) columns, got "
+         "(6, 8)"),
         (PAGED, {"block_table": integers(3, 3)},
          "block_table: must have shape (2, max_pages), got (3, 3)"),
         (CACHE, {"block_table": integers(2), "cache_batch_idx": integers(2)},
@@ -273,12 +286,14 @@ OF_BACKWARD: tuple[tuple[str, Described, str], ...] = (
     ("over_cache", {},
      f"k_cache: must not be attended to {WANTED}, as that has no backward"),
     ("block_table", {}, f"block_table: must be None {WANTED}, got a tensor"),
+    ("tree_mask", {}, f"tree_mask: must be None {WANTED}, got a tensor"),
 )  # fmt: skip
 OF_DIRECTION = (
     ("qv", f"qv: must be None {DIRECTED}, got a tensor"),
     ("is_fp8", f"k: must not be of {E4M3} {DIRECTED}"),
     ("reads_in_place", f"block_table: must be None {DIRECTED}, as must be a cache"),
     ("fp32_results", f"fp32_results: must be False {DIRECTED}, got True"),
+    ("tree_mask", f"tree_mask: must be None {DIRECTED}, got a tensor"),
 )
 # Of a number: values out of its range, what it must be, and the bounds themselves.
 OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
@@ -296,6 +311,7 @@ OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
 # What is changed where that is not the field alone.
 CHANGES: dict[str, Described] = {
     "has_cache_seqlens": {"seqused_k": None, "v_new": APPENDS["v_new"]},
+    "bounds_right": {"window_size_right": 0},
 }
 OF_CACHE = {("seqlen_k", "seqused_k"): "cache_seqlens"}  # how errors call it there
 
@@ -306,7 +322,8 @@ def cases() -> Iterator[tuple[tuple[str, str], Described, type[Exception], str]]
         for name in names.split():
             known, value, must, got = FIELDS.get(name, (name, integers(2), "None", "a tensor"))
             known = OF_CACHE.get((fact, name), known)
-            yield (fact, name), {name: value}, kind, f"{known}: must be {must} {where}, got {got}"
+            changes = CHANGES.get(name, {name: value})
+            yield (fact, name), changes, kind, f"{known}: must be {must} {where}, got {got}"
     for fact, name, words in GIVEN:
         yield (fact, name), CHANGES.get(name, {name: None}), ValueError, words
 

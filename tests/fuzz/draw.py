@@ -23,6 +23,7 @@ from tests.cases.attention import (
 from tests.cases.fp8_cache import FORMS as SCALE_FORMS
 from tests.cases.fp8_cache import STRIDES, Fp8Case
 from tests.cases.fp8_harness import LATENT_FORMS, V4_ROWS
+from tests.cases.kvcache import TREES
 from tests.cases.layouts import DRAWN
 from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
@@ -254,7 +255,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
     of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": scale, "alibi": None}
     of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
     if draw.chance(0.5):
-        of_latent["keys_per_list"] = draw.length(2100)
+        of_latent |= {"keys_per_list": draw.length(2100), "tree": None}
     return replace(case, **of_latent, **of_heads)
 
 
@@ -315,6 +316,9 @@ def _over_cache(draw: Draw, head_dims: dict[str, Any]) -> KvCacheCase:
         fields["rotary_dim"] = draw.rng.randrange(16, min(256, head_dims["head_dim"]) + 1, 16)
         fields["rotary_interleaved"] = draw.chance(0.5)
     heads = draw.rng.choice(HEADS)
+    if draw.chance(0.2):
+        fields["tree"] = draw.rng.choice(TREES)
+        features |= {"causal": False, "window": (features.get("window", (-1, -1))[0], -1)}
     return KvCacheCase(
         cached,
         queries,

@@ -118,6 +118,11 @@ SHAPES: dict[str, list[Call]] = {
             {"form": "head", "page_size": 16},
         ],
     ),
+    "trees": grid(
+        cached=(300, 0, 37), capacity=500, tree=["drawn", "any"], form=["head", "token"],
+        queries=[(9, 9), (130, 130), ((5, 0, 70), None)], page_size=[None, 16],
+        head_dim=[64, 128, 256, 512],
+    ),
     "queries of e4m3": grid(
         cached=(150, 0, 37), page_size=16, q_is_fp8=True,
         of=[

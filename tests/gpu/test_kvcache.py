@@ -4,6 +4,7 @@ reference. Every row of both caches is compared as well, and rows that hold no k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ import torch
 from tests.cases.attention import Alibi
 from tests.cases.harness import (
     Check,
+    assert_same_bits,
     attend_over_cache,
     bits,
+    captured,
     check_cache,
     make_cache_case,
     scaled,
     skip_without_row,
 )
+from tests.cases.kvcache import TREES
 from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 
 pytestmark = pytest.mark.gpu
@@ -124,6 +128,18 @@ SHAPES: dict[str, list[Call]] = {
         cached=(100, 5, 37), queries=(3, 3), page_size=PAGES, rotary_dim=32, causal=True,
         batch_idx=(3, 0, 2), entries=5, leftpad=(90, 5, 1),
     ),
+    # Sequences of fewer keys than queries, own keys in several blocks, groups that tiles cut.
+    "trees": grid(
+        cached=(300, 0, 37), capacity=500, page_size=[None, 7, 16], tree=list(TREES),
+        queries=[(1, 1), (9, 9), (70, None), (130, 130), ((5, 0, 70), None), ((1, 130, 4),) * 2],
+        of=[
+            {"head_dim": 128},
+            {"head_dim": 64, "heads": (5, 5), "window": (50, -1), "sink": FP32},
+            {"head_dim": 59, "heads": (9, 3), "rotary_dim": 16, "leftpad": (90, 0, 1)},
+            {"head_dim": 256, "heads": (6, 1), "softcap": 4.0, "alibi": Alibi.per_batch},
+            {"head_dim": 512},
+        ],
+    ),
     # Every dtype of a sink, a sequence without a key, appends.
     "sinks": grid(
         cached=(150, 0, 37), capacity=300, page_size=PAGES, causal=BOTH,
@@ -140,6 +156,17 @@ PARTS: dict[str, list[Call]] = {
     "splits": grid(
         **LONG, of=SPLITS, page_size=PAGES, sink=[None, FP32],
         num_splits=[0, 1, 2, 3, 7, 64, 129, 256],
+    ),
+    "splits of trees": grid(
+        **LONG, tree=["drawn", "none"], page_size=PAGES, num_splits=[0, 2, 7, 64],
+        of=[
+            *({"queries": (16, 16)}, {"queries": (70, 70), "num_heads_k": 1}),
+            {"queries": (64, 64), "head_dim": 128, "window": (900, -1)},
+        ],
+    ),
+    "batch-invariant trees": grid(
+        **LONG, queries=[(16, 16), ((9, 0, 64, 1),) * 2], page_size=PAGES, tree="drawn",
+        batch_invariant=True,
     ),
     "batch-invariant": grid(**LONG, of=SPLITS, page_size=PAGES, sink=FP32, batch_invariant=True),
     "splits of narrow values": grid(
@@ -202,6 +229,35 @@ def test_one_length_for_all(page_size: int | None) -> None:
             actual, *_ = attend_over_cache(case, inputs, cache_seqlens=seqlens)
             assert torch.equal(bits(actual.out), bits(expected.out)), seqlens
             assert torch.equal(bits(actual.lse), bits(expected.lse)), seqlens
+
+
+@pytest.mark.parametrize("page_size", PAGES, ids=["dense", "paged"])
+@pytest.mark.parametrize("heads", [(4, 4), (32, 8)], ids=str)
+def test_a_triangle_has_the_bits_of_causal(heads: tuple[int, int], page_size: int | None) -> None:
+    """Of one tile of queries, whose splits are the same, in decode kernels and others."""
+    for queries, splits in ((4, 1), (4, 5), (64, 2), (100, 5)):
+        case = make_cache_case(
+            **{"cached": (1500, 700), "capacity": 1600, "seqlens_q": queries, "head_dim": 128},
+            **{"num_heads_q": heads[0], "num_heads_k": heads[1], "page_size": page_size},
+            tree="triangle",
+        )
+        inputs = inputs_of(case)
+        tree = attend_over_cache(case, inputs, num_splits=splits)[0]
+        causal = replace(case, tree=None, causal=True)
+        inputs = replace(inputs, tree_mask=None)
+        assert_same_bits(attend_over_cache(causal, inputs, num_splits=splits)[0], tree)
+
+
+@pytest.mark.parametrize("queries", [4, 100])
+def test_a_graph_is_replayed_with_other_trees(queries: int) -> None:
+    case = make_cache_case(cached=(700, 0), capacity=900, seqlens_q=queries, tree="any")
+    inputs = inputs_of(case)
+    static = inputs.tree_mask.clone().fill_(False)
+    replay = captured(lambda: attend_over_cache(case, replace(inputs, tree_mask=static))[0])
+    for changed in (inputs.tree_mask, inputs.tree_mask.flip(1), torch.ones_like(static)):
+        static.copy_(changed)
+        expected = attend_over_cache(case, replace(inputs, tree_mask=changed))[0]
+        assert_same_bits(replay(), expected)
 
 
 def test_an_int_length_with_an_append() -> None:

@@ -99,6 +99,11 @@ SHAPES: dict[str, list[Call]] = {
         sink=[None, torch.float32, torch.bfloat16], num_splits=[0, 1, 3], batch_invariant=BOTH,
         places=PLACES,
     ),
+    "trees": grid(
+        **LATENT, cached=(LONG, 0, 65), capacity=LONG + 80, page_size=[None, 64],
+        num_heads_q=[8, 16, 32, 128], queries=[(4, 4), (70, 70), ((1, 5, 9), None)],
+        tree=["drawn", "any"], window=[(-1, -1), (40, -1)],
+    ),
     "lists": grid(
         **LATENT, cached=(LONG, 0, 65, 1), capacity=LONG + 30, page_size=[None, 1, 16, 48, 64],
         num_heads_q=[n for n, _ in HEADS], of=FEW, keys_per_list=[5, 100],

@@ -34,6 +34,7 @@ from tests.cases.masked_harness import skip_without_masked_row
 from tests.cases.matrix import inputs_of
 from tests.cases.public_calls import lengths, normal
 from tests.reference import AttentionResult, dense_keys
+from tests.reference.parts import mask_of_tree
 from tests.reference.tolerance import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +127,31 @@ def test_pages_with_lengths_from_seqused() -> None:
     assert_close(AttentionResult(out, lse), *run_reference(case, inputs, use_dlse=False))
     first = dense_keys(pool_k, 0, 0, 100, table.clamp_max(len(pool_k) - 1))
     assert torch.equal(bits(first), bits(inputs.k[:100]))  # guards the test's own pages
+
+
+def test_trees() -> None:
+    """In pages and packed, of which the queries that attend count, and with any split."""
+    case = make_varlen_case(
+        **{"lengths_q": (70, 1, 0, 130, 9), "used_q": (64, 1, 0, 100, 9), "num_heads_k": 2},
+        **{"lengths_k": (200, 301, 50, 99, 0), "window": (150, -1), "head_dim": 128},
+    )
+    skip_without_row(make_cache_case(page_size=16, head_dim=128, tree="any"))
+    inputs, pool_k, pool_v, table = paged_inputs(case, 16)
+    tree = torch.rand(case.total_q, 131, device=DEVICE) < 0.5
+    pairs = torch.zeros(case.batch, 1, 130, 301, dtype=torch.bool, device=DEVICE)
+    for b, rows in enumerate(tree.split(case.lengths_q)):
+        queries, keys = case.used_q[b], case.lengths_k[b]
+        pairs[b, :, :queries, :keys] = mask_of_tree(rows[:queries], keys)
+    expected = run_reference(case, inputs, use_dlse=False, mask=pairs)
+    bounds = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None)
+    options = {**case.arguments(), "seqused_q": inputs.seqused_q, "return_attn_probs": True}
+    for changes in (*SPLITS, {"block_table": None}):
+        given = {"block_table": table, **changes}
+        k, v = (inputs.k, inputs.v) if given["block_table"] is None else (pool_k, pool_v)
+        result = flash_attn_varlen_func(
+            *(inputs.q, k, v, *bounds), **options, **given, tree_mask=tree
+        )
+        assert_close(AttentionResult(*result[:2]), *expected)
 
 
 def test_batch_invariant_pages() -> None:

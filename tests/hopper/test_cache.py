@@ -22,6 +22,7 @@ from tests.cases.harness import (
     make_cache_case,
     skip_without_row,
 )
+from tests.cases.kvcache import TREES
 from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 from tests.hopper.sm90 import CAUSAL, MASKS, runs_sm90_kernels
 from tests.reference import AttentionResult
@@ -69,6 +70,14 @@ TABLE: dict[str, list[Call]] = {
         softcap=[0.0, 5.0],
         alibi=[None, Alibi.per_head],
         dtype=DTYPES,
+    ),
+    # Own keys in one block and in several, of calls that causal ones run plain rows for.
+    "trees": pairs(
+        capacity=2048, tree=list(TREES), page_size=[None, 16, 256], num_splits=[0, 1, 3],
+        head_dim=[40, 64, 128, 256], window=[(-1, -1), (100, -1)], heads=[(4, 4), (6, 2), (5, 1)],
+        cached=[(1500, 0, 129), (128, 1, 1300)],
+        seqlens_q=[100, 129, 300, (65, 0, 300), (1, 200, 7)],
+        softcap=[0.0, 5.0], alibi=[None, Alibi.per_head], sink=[None, torch.float32], dtype=DTYPES,
     ),
     "splits of padded and reordered entries": grid(
         cached=(1500, 0, 700), queries=(90, 90), capacity=1600, page_size=[None, 16],

@@ -303,6 +303,33 @@ TEST(bounds_left_over_are_smaller_than_a_sequence) {
   CHECK_EQ(normalize_window({.left = -1, .right = 999}, shape).right, Window::unbounded);
 }
 
+TEST(under_a_tree_mask_blocks_of_own_keys_are_no_interior) {
+  constexpr int block = 4;
+  const AttentionShape shape = lengths(20, 40);  // of packed sequences
+  for (const int seqlen_q : {1, 3, 8, 20}) {
+    for (const int seqlen_k : {0, 1, 7, 8, 14, 40}) {
+      for (const int left : {Window::unbounded, 0, 3, 9}) {
+        const Window window = normalize_window({.left = left, .has_tree = true}, shape);
+        CHECK(!window.is_full());
+        const int shift = seqlen_k - seqlen_q;
+        for (int first = 0; first < seqlen_q; first += 3) {
+          const int last = std::min(first + 3, seqlen_q) - 1;
+          const BlockRange range =
+              block_range(band_from_queries(window, shift), first, last, seqlen_k, block);
+          const BlockRange without =
+              block_range(band_from_queries({.left = left}, shift), first, last, seqlen_k, block);
+          CHECK_EQ(range.begin, without.begin);
+          CHECK_EQ(range.end, without.end);
+          for (int index = range.begin; index < range.end; ++index) {
+            const bool has_own_keys = (index + 1) * block > shift;
+            CHECK_EQ(range.is_interior(index), without.is_interior(index) && !has_own_keys);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(causal_with_one_query_is_full) {
   CHECK(normalize_window(causal, lengths(1, 4096)).is_full());
   CHECK(!normalize_window(causal, lengths(2, 1)).is_full());

@@ -388,6 +388,17 @@ TEST(features_choose_among_sm90_kernels_and_fall_back) {
   CHECK_EQ(sm90_chosen(nothing, few), "sm90_hd128");
 }
 
+TEST(tree_masks_run_rows_that_can_split_keys) {
+  const auto tree = [](auto& p) { p.window.has_tree = true; };
+  AttentionShape shape = training;
+  CHECK_EQ(sm90_chosen(tree, shape), "sm90_hd128_cache");
+  shape.seqlen_q = 1;
+  CHECK_EQ(sm90_chosen(tree, shape), "hd128_decode");
+  shape.seqlen_q = 16;
+  shape.head_dim = shape.head_dim_v = 96;
+  CHECK_EQ(sm90_plan(with_tensors(call<ForwardParams>(shape, {.has_tree = true}))).num_splits, 1);
+}
+
 TEST(few_tiles_over_a_cache_share_its_keys) {
   AttentionShape shape = training;
   shape.batch_size = 1;

@@ -24,6 +24,8 @@ Conventions of the whole package:
     and i and j count from its first query and key. Other rows have out 0, lse -inf, gradient 0.
   - With key_lists (B, Sq, Hk, n), packed (total_q, Hk, n), a query sees of those keys the ones that
     its list names by their j, and one that stands there twice counts twice; others are not read.
+  - With tree_mask (B, Sq, Sq), packed (total_q, n), a query sees of the last Sq keys the ones that
+    its row has, and all before them.
   - With qv, of out's shape, scores = softmax_scale * (q k^T + qv v^T).
   - k and v of FP8 (e4m3) are their numbers times a scale: of a head, of a sequence's head, or of a
     token's head. q of FP8 likewise, by the key head that it reads.

@@ -150,7 +150,7 @@ def fp8_cache_reference(
         appended[where] = True
         queries = q[sequence.queries].flatten(0, -3)
         positions = torch.full((len(queries),), sequence.used, device=device)
-        if options.moves_with_queries:
+        if options.moves_with_queries or tensors.tree_mask is not None:
             positions += torch.arange(len(positions), device=device)
         turned = rotate(queries.double(), *tables, positions, rotary_interleaved).to(q.dtype)
         own = turned.double()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.reference.dense import attention_with_gradients, low_precision
 from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
-from tests.reference.parts import bias_of_lists, told_apart, with_qv
+from tests.reference.parts import bias_of_lists, mask_of_tree, told_apart, with_qv
 from tests.reference.varlen import dense_keys
 
 
@@ -39,6 +39,7 @@ class CacheTensors:
     cu_seqlens_k_new: Tensor | None = None
     qv: Tensor | None = None
     key_lists: Tensor | None = None
+    tree_mask: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -134,13 +135,13 @@ def kvcache_reference(
     from row cache_leftpad[b] to cache_seqlens[b] (default: the capacity). k and v are appended
     there: (B, Snew, Hk, D), or packed like q by cu_seqlens_k_new, by default cu_seqlens_q. Rotary
     positions are absolute rows of the cache: those of the new keys, and for queries those from
-    cache_seqlens[b] on if there is a mask, else all cache_seqlens[b].
+    cache_seqlens[b] on if there is a mask or a tree, else all cache_seqlens[b].
     """
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **others}
     tensors, features = told_apart(CacheTensors, given)
     options = replace(options, **features)
     tables, block_table = (tensors.rotary_cos, tensors.rotary_sin), tensors.block_table
-    qv, key_lists = tensors.qv, tensors.key_lists
+    qv, key_lists, tree_mask = tensors.qv, tensors.key_lists, tensors.tree_mask
     result = KvCacheResult(
         expected=_empty(q, v_cache, torch.float64),
         naive=_empty(q, v_cache, q.dtype),
@@ -156,7 +157,7 @@ def kvcache_reference(
         new_k, new_v = sequence.new_k, sequence.new_v
         appended_at = used + torch.arange(len(new_k), device=q.device)
         queries_at = torch.full((len(queries),), used, device=q.device)
-        if options.moves_with_queries:
+        if options.moves_with_queries or tree_mask is not None:
             queries_at += torch.arange(len(queries), device=q.device)
 
         exact = [
@@ -171,6 +172,9 @@ def kvcache_reference(
 
         seqlen_k = used + len(new_k) - begin
         part = options.of_sequence(sequence.index, len(queries), seqlen_k)
+        if tree_mask is not None:
+            tree = tree_mask[sequence.queries].reshape(len(queries), tree_mask.shape[-1])
+            part = replace(part, mask=mask_of_tree(tree, seqlen_k))
         if key_lists is not None:
             lists = key_lists[sequence.queries].reshape(len(queries), *key_lists.shape[-2:])
             bias = bias_of_lists(lists, seqlen_k, q.shape[-2] // lists.shape[1])

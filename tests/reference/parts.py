@@ -40,6 +40,16 @@ def bias_of_lists(lists: Tensor, seqlen_k: int, group: int) -> Tensor:
     return times[..., :seqlen_k].log().transpose(0, 1).repeat_interleave(group, 0)[None]
 
 
+def mask_of_tree(tree: Tensor, seqlen_k: int) -> Tensor:
+    """What of its keys (1, 1, Sq, Sk) a query sees: all before the last Sq, and of these the ones
+    that its row of a tree mask (Sq, n) has.
+    """
+    seqlen_q = len(tree)
+    mask = tree.new_ones(seqlen_q, seqlen_q + seqlen_k)
+    mask[:, seqlen_k:] = tree[:, :seqlen_q]
+    return mask[None, None, :, seqlen_q:]
+
+
 @dataclass
 class Lanes:
     """Inputs with batch and key heads as one dimension L, G query heads for each."""

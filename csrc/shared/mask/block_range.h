@@ -58,11 +58,12 @@ struct Band {
   int shift;
   int left;
   int right;
+  bool has_tree = false;  // which hides some others from `shift` on
 };
 
 // shift: the sequence's (shared/sequence/sequence.h).
 FAC_HOST_DEVICE constexpr Band band_from_queries(const Window& window, int shift) {
-  return {.shift = shift, .left = window.left, .right = window.right};
+  return {.shift = shift, .left = window.left, .right = window.right, .has_tree = window.has_tree};
 }
 
 FAC_HOST_DEVICE constexpr Band band_from_keys(const Window& window, int shift) {
@@ -97,7 +98,8 @@ FAC_HOST_DEVICE constexpr BlockRange block_range(Band band, int first, int last,
   if (any.empty()) return {.begin = 0, .end = 0, .interior_begin = 0, .interior_end = 0};
   // Seen by every index of the tile.
   const int all_begin = left_bounded ? clamp(last + band.shift - band.left, 0, limit) : 0;
-  const int all_end = right_bounded ? clamp(first + band.shift + band.right + 1, 0, limit) : limit;
+  const int first_end = band.has_tree ? band.shift : first + band.shift + band.right + 1;
+  const int all_end = right_bounded ? clamp(first_end, 0, limit) : limit;
 
   const int begin = any.begin / block;
   const int end = (any.end + block - 1) / block;

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "shared/kernel_order.h"
+#include "shared/mask/tree_mask.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm80/decode/combine.h"
 #include "sm80/decode/loader.h"
@@ -331,6 +332,12 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     if (has_list) hide_absent_keys(listed[0], scores, tScS, 0, -INFINITY);
     if (!has_list && (key_begin < interior_begin || key_begin + slice > interior_end)) {
       positions.hide(params.window, span, scores, tScS, key_begin);
+      if (params.window.has_tree) {
+        SequenceTree::of(params.tree, sequence)
+            .hide(
+                scores, [&](int row) { return positions.centre[row] - sequence.shift; }, key_begin,
+                -INFINITY);
+      }
     }
     if (!has_list && loader.misses_page()) {
       hide_missing_keys<slice>(loader.key_rows(), scores, tScS, key_begin, sequence.seqlen_k,

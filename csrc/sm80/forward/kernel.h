@@ -17,6 +17,7 @@
 #include "shared/mask/block_range.h"
 #include "shared/mask/mask.h"
 #include "shared/mask/pair_mask.h"
+#include "shared/mask/tree_mask.h"
 #include "shared/online_softmax.h"
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_bias.h"
@@ -387,6 +388,12 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads)
       const ScoreMask<Traits::config.mask> mask{
           .band = band_from_queries(params.window, sequence.shift), .seqlen_k = sequence.seqlen_k};
       mask.apply(scores, tScS, query_begin, key_begin, -INFINITY);
+      if (Traits::has(feature::split_kv) && params.window.has_tree) {
+        SequenceTree::of(params.tree, sequence)
+            .hide(
+                scores, [&](int row) { return query_begin + get<0>(tScS(row, 0)); }, key_begin,
+                -INFINITY);
+      }
     }
     auto output = rows_cols_view(tOrO);
     softmax.softmax_rescale_o(scores, output, rows);

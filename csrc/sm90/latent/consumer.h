@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm90.hpp>
 
+#include "shared/mask/tree_mask.h"
 #include "shared/online_softmax.h"
 #include "shared/scores/softcap.h"
 #include "sm90/latent/producer.h"
@@ -144,6 +145,7 @@ struct LatentConsumer {
   CUTE_DEVICE void hide(LatentItem const& item, int block, unsigned seen, Scores& tSrS) const {
     Window const& window = args.params.window;
     const bool has_window = !has_key_lists(args.params);
+    const auto tree = SequenceTree::of(args.params.tree, item.work.sequence);
     auto scores = rows_cols_view(tSrS);
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -151,11 +153,12 @@ struct LatentConsumer {
       const bool exists = (seen >> (lane / 4 + 8 * h) & 1) != 0;
       CUTE_UNROLL
       for (int i = 0; i < columns; ++i) {
-        const int centre =
-            latent_row<Traits>(args, item.work, row_of(i)).query + item.work.sequence.shift;
+        const int query = latent_row<Traits>(args, item.work, row_of(i)).query;
+        const int centre = query + item.work.sequence.shift;
         const bool is_hidden =
             has_window && ((window.left != Window::unbounded && key < centre - window.left) ||
-                           (window.right != Window::unbounded && key > centre + window.right));
+                           (window.right != Window::unbounded && key > centre + window.right) ||
+                           (window.has_tree && !tree.shows(query, key)));
         if (!exists || is_hidden) scores(h, i) = -INFINITY;
       }
     }

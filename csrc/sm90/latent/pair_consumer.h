@@ -71,6 +71,13 @@ struct LatentPairConsumer {
         if (is_hidden || (seen >> (i / 2 * 8 + i % 2) & 1) == 0) scores(row, i) = -INFINITY;
       }
     }
+    if (window.has_tree) {
+      const auto query_of = [&](int row) {
+        return latent_row<Traits>(args, item.work, row_of(row)).query;
+      };
+      SequenceTree::of(args.params.tree, item.work.sequence)
+          .hide(scores, query_of, block * Traits::block_n, -INFINITY);
+    }
   }
 
   // A piece, which both CTAs of a pair write if they load boxes.

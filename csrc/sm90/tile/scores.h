@@ -2,6 +2,7 @@
 // what lists, pages and the window hide, what dropout keeps, and the softmax that makes P.
 #pragma once
 
+#include "shared/mask/tree_mask.h"
 #include "shared/online_softmax.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm90/tile/effects.h"
@@ -73,8 +74,14 @@ struct ForwardScores {
     effects.lists.apply(warpgroup, scores);
     effects.pages.apply(tile, key_begin, thread, scores);
     if (!is_interior) {
-      tile.mask().apply_by_bits(scores, score_coords<Traits>(thread), tile.query_begin, key_begin,
-                                -INFINITY);
+      const auto coords = score_coords<Traits>(thread);
+      tile.mask().apply_by_bits(scores, coords, tile.query_begin, key_begin, -INFINITY);
+      if (Traits::can_split && params.window.has_tree) {
+        SequenceTree::of(params.tree, tile.sequence)
+            .hide(
+                scores, [&](int row) { return tile.query_begin + get<0>(coords(row, 0)); },
+                key_begin, -INFINITY);
+      }
     }
     return left;
   }
