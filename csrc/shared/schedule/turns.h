@@ -70,9 +70,12 @@ struct DqTurns {
   __device__ void pass_on(std::int64_t counter, int thread, Sync sync) const {
     __threadfence();
     sync();
-    if (thread == 0) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counters + counter) : "memory");
-    }
+    if (thread == 0) count(counter);
+  }
+
+  // One thread, behind a fence and a barrier of all.
+  __device__ void count(std::int64_t counter) const {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counters + counter) : "memory");
   }
 
   // The same with marks, which lie at `row` of so many words.

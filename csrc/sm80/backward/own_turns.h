@@ -35,13 +35,13 @@ struct OwnTurns {
 
   CUTE_DEVICE void pass_on(std::int64_t q_tile) const {
     if (!are_taken()) return;
-    const auto sync = [] { __syncthreads(); };
+    __threadfence();
+    __syncthreads();
+    if (thread != 0) return;
     if (have_marks()) {
-      __threadfence();
-      sync();
-      if (thread == 0) mark(q_tile);
+      mark(q_tile);
     } else {
-      args.turns.pass_on(q_tile, thread, sync);
+      args.turns.count(q_tile);
     }
   }
 
