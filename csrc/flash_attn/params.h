@@ -280,7 +280,7 @@ struct ForwardParams {
   // wanted, or, with tangents, not known. Not of fp32 results, nor of caches and pages. Strides are
   // multiples of eight.
   TensorView out_rounding;
-  RowView<float> lse;              // natural logarithm
+  RowView<float> lse;  // natural logarithm
   // (batch_size, num_heads_q): the largest score of each head's pairs, without the sink, not below
   // what the caller wrote there; null: not wanted.
   float* max_logits = nullptr;

@@ -134,7 +134,6 @@ struct StraightScores {
   CUTE_DEVICE float exponent(float score, float offset) const {
     return score * scale_log2 - offset;
   }
-  CUTE_DEVICE static float score(float score) { return score; }
 };
 
 template <int kRows, class Maximum = NoMaximum>
@@ -146,7 +145,7 @@ struct OnlineSoftmax {
                           // while row_max is -inf, so that P of -inf is 0, and once the warp shifts
   float row_sum[kRows];   // of this lane's columns
   bool shifts = false;    // this warp subtracts row_max first; the same in all its lanes
-  bool needs_maximum = true;  // some row of the warp has no reference yet, or it shifts
+  bool needs_maximum = true;              // some row of the warp has no reference yet, or it shifts
   [[no_unique_address]] Maximum maximum;  // of the head's scores (max_logits.h)
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) {
@@ -158,7 +157,7 @@ struct OnlineSoftmax {
       if constexpr (Maximum::is_of_sums) maximum.limits[row] = kLargestSum;
     }
   }
-  // rows: those of the tile (RowsOfHead), here and below.
+  // rows: those of the tile, here and below (NoRows).
   template <class Rows>
   CUTE_DEVICE OnlineSoftmax(float scale, Rows const& rows) : OnlineSoftmax(scale) {
     if constexpr (Maximum::exists)
@@ -205,7 +204,7 @@ struct OnlineSoftmax {
     do {
       if (follows) follow_maximum(scores, rescale, row_bias, rows);
       exponentiate_pairs<Element>(scores, straight, pairs, row_bias, drop, sums);
-      follows = !follows && exceed_limits(sums) && !sees_all(scores, straight, row_bias, sums, rows);
+      follows = !follows && exceed_limits(sums) && !sees_all(scores, row_bias, sums, rows);
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
@@ -214,14 +213,13 @@ struct OnlineSoftmax {
   // softmax_to_pairs() of numbers of which the scores are a curve, when !needs_maximum: in one
   // loop, so that exponentials hide what the curve takes. False: a score exceeds its reference too
   // far, `pairs` are of no use, and the sums and references are as they were.
-  template <class Element, class Numbers, class Curve, class Pairs, class Rows>
-  CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs,
-                                             Rows const& rows) {
+  template <class Element, class Numbers, class Curve, class Pairs>
+  CUTE_DEVICE bool softmax_of_curve_to_pairs(Numbers& numbers, Curve const& curve, Pairs& pairs) {
     using namespace cute;
     auto keep_all = [](int, float (&)[2][4]) {};
     float sums[kRows];
     exponentiate_pairs<Element>(numbers, curve, pairs, NoRowBias{}, keep_all, sums);
-    if (exceed_limits(sums) && !sees_all(numbers, curve, NoRowBias{}, sums, rows)) {
+    if (has_too_large(sums)) {
       // So that the compiler makes anew what the next attempt shares with this one: there are no
       // registers to keep it in.
       CUTE_UNROLL
@@ -291,15 +289,15 @@ struct OnlineSoftmax {
 
   // Of a block whose sums exceed their limits: looks for its maximum, unless a reference was too
   // low, and returns false then.
-  template <class Numbers, class Curve, class Bias, class Rows>
-  CUTE_DEVICE bool sees_all(Numbers const& numbers, Curve const& curve, Bias const& row_bias,
-                            float const (&sums)[kRows], Rows const& rows) {
+  template <class Scores, class Bias, class Rows>
+  CUTE_DEVICE bool sees_all(Scores const& scores, Bias const& row_bias, float const (&sums)[kRows],
+                            Rows const& rows) {
     if constexpr (Maximum::is_of_sums) {
       if (!rows.are_wanted() || has_too_large(sums)) return false;
       float block_max[kRows];
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row)
-        block_max[row] = row_bias.add_to(curve.score(largest_of(numbers, row)), row);
+        block_max[row] = row_bias.add_to(largest_of(scores, row), row);
       see(block_max, rows);
       return true;
     } else {

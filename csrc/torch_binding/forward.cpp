@@ -71,9 +71,9 @@ Results run_forward_call(const AttentionCall& call, bool keeps_rounding) {
     params.out_rounding = output_view(results.out_rounding);
   }
   if (call.return_max_logits) {
-    results.max_logits = at::full({params.shape.batch_size, params.shape.num_heads_q},
-                                  -std::numeric_limits<float>::infinity(),
-                                  q.options().dtype(at::kFloat));
+    results.max_logits =
+        at::full({params.shape.batch_size, params.shape.num_heads_q},
+                 -std::numeric_limits<float>::infinity(), q.options().dtype(at::kFloat));
     params.max_logits = results.max_logits.mutable_data_ptr<float>();
   }
   params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;

@@ -53,7 +53,7 @@ def attend(
 def returned(results: Results, return_attn_probs: bool, return_max_logits: bool) -> Result:
     """out, or (out[, softmax_lse, S_dmask][, max_logits])."""
     out, s_dmask = results.out, results.S_dmask
-    found = (out,)
+    found: tuple[Tensor, ...] = (out,)
     if return_attn_probs:
         found += results.softmax_lse, out.new_empty((0,)) if s_dmask is None else s_dmask
     if return_max_logits:

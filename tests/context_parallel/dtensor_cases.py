@@ -113,6 +113,7 @@ OPTIONS: dict[str, Callable[[Case], dict[str, Made]]] = {
     "mask": _mask,
     "mask-of-heads": _mask_of_heads,
     "chunks": lambda case: {"attention_chunk": (8, REPLICATED)},
+    "logits": lambda case: {"return_max_logits": (True, REPLICATED)},
     "lengths": lambda case: {
         "seqused_q": (torch.tensor([3, 0, 12, 20], dtype=torch.int32), REPLICATED),
         "leftpad_k": (torch.tensor([1, 0, 2, 0], dtype=torch.int32), REPLICATED),
@@ -155,16 +156,19 @@ def derivatives_of_gradients(
 def derived(
     case: Case, inputs: list[Tensor], options: dict[str, Any], weights: list[Tensor], derive: Derive
 ) -> dict[str, Tensor]:
-    """Out, and derivatives of a loss of out and softmax_lse."""
+    """Out, max_logits, and derivatives of a loss of out and softmax_lse."""
     results = call(case, *inputs, options)
     out, *rest = results if isinstance(results, tuple) else (results,)
+    found = {"out": out}
+    if options.get("return_max_logits"):
+        found["max_logits"] = rest.pop()
     weights = [x.requires_grad_() for x in weights]
     loss = (out * weights[0]).sum()
     if rest:
         loss = loss + torch.where(rest[0].isfinite(), rest[0], 0.0).mul(weights[1]).sum()
     given = {n: x for n, x in options.items() if isinstance(x, Tensor) and x.requires_grad}
     leaves = dict(zip("qkv", inputs, strict=True)) | given
-    return {"out": out, **derive(loss, leaves, weights)}
+    return found | derive(loss, leaves, weights)
 
 
 def equals_one(cases: list[Case], derive: Derive = gradients) -> None:

@@ -24,13 +24,14 @@ DENSE = (
     *(("causal",), ("window", "slopes"), ("slopes-of-batch", "sink"), ("dropout", "causal")),
     *(("bias", "sink"), ("shared-bias",), ("mask",), ("mask-of-heads",), ("chunks", "sink")),
     *(("chunks", "bias"), ("chunks", "mask-of-heads")),
+    ("logits", "causal"),
 )
 PACKED = (
     ("causal",),
     ("sink", "slopes"),
     ("lengths", "window", "dropout"),
-    ("dropout",),
-    ("chunks",),
+    ("dropout", "logits"),
+    ("chunks", "logits"),
 )
 
 

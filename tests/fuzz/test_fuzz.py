@@ -64,7 +64,10 @@ def test_draws_reach_every_feature() -> None:
         assert any(x.bias is not None and not x.bias.requires_grad for x in cases)
         assert len({x.window for x in of}) > 10
     assert len({x.of.layout for x in drawn["dense"]}) > 8
-    of_training, of_latent = {"device", "dropout_p", "deterministic", "max_logits"}, {"has_qv", "alibi"}
+    of_training, of_latent = (
+        {"device", "dropout_p", "deterministic", "max_logits"},
+        {"has_qv", "alibi"},
+    )
     caches, latent, fp8, fp8_latent = (
         [x.case for x in drawn[kind]]
         for kind in ("cache", "latent_cache", "fp8_cache", "fp8_latent_cache")

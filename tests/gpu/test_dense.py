@@ -417,7 +417,7 @@ MAX_LOGITS: dict[str, list[Call]] = {
     "other tiles": grid(
         batch=1, max_logits=True, backward=False,
         of=[
-            *({"lengths": (640, 640), "heads": (64, 64)}, {"lengths": (577, 577), "heads": (64, 64)}),
+            *({"lengths": (n, n), "heads": (64, 64)} for n in (577, 640)),
             {"lengths": (190, 8300), "heads": (134, 1), "head_dim": 128},
             {"lengths": (190, 1700), "heads": (134, 1), "head_dim": 96},
             *(

@@ -22,10 +22,11 @@ dq and dk the fp32 rounding that is left where the exact gradient cancels to not
 and its elements share the error of one softmax. What `floor` may do to a mean grows so that it is
 all of it for one row, whose mean is its maximum.
 
-lse stays in fp32 whatever the inputs, as do max_logits, so it is held to fp32: 2^-19 of 1 + |lse|, about 16 units in
-the last place, for a sum of up to thousands of exponentials, and the rounding of the dot products
-in it. The mean is held to half of that, which grows with few rows as the factors do: tensor cores
-cut sums off instead of rounding them, which took 0.6 of it for logits near 45, sums of 256 terms.
+lse and max_logits stay in fp32 whatever the inputs, so they are held to fp32: 2^-19 of 1 + |lse|,
+about 16 units in the last place, for a sum of up to thousands of exponentials, and the rounding of
+the dot products in it. The mean is held to half of that, which grows with few rows as the factors
+do: tensor cores cut sums off instead of rounding them, which took 0.6 of it for logits near 45,
+sums of 256 terms.
 Where the reference says -inf it must be exactly -inf, and `out` exactly 0.
 
 NaN never passes: comparisons are written so that a NaN on either side fails, and the result must

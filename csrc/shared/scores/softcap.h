@@ -73,7 +73,6 @@ struct Softcap {
       const float w = z * z;
       return (((c3 * w + c2) * w + c1) * w + c0) * z - offset;
     }
-    CUTE_DEVICE static float score(float z) { return tanh_by_polynomial(z); }
   };
 
   // q k^T -> scores that are not in units, by exponentials alone: little code, for a kernel

@@ -46,9 +46,9 @@ struct ForwardTraits {
   using Mma = WarpGridMma<Element, config.num_warps, 1>;
   // Rows of the tile that one thread holds elements of: two per m16 atom.
   static constexpr int rows_per_thread = 2 * block_m / (16 * config.num_warps);
-  using Softmax = OnlineSoftmax<
-      rows_per_thread,
-      std::conditional_t<can_write_max_logits(config), MaximumOfScores, NoMaximum>>;
+  using Softmax =
+      OnlineSoftmax<rows_per_thread,
+                    std::conditional_t<can_write_max_logits(config), MaximumOfScores, NoMaximum>>;
 
   using QueryLayout = TileLayout<block_m, head_dim>;
   using KeyLayout = TileLayout<block_n, head_dim>;

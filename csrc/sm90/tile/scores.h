@@ -37,10 +37,15 @@ struct ForwardScores {
   CUTE_DEVICE ForwardScores(Tile const& tile, TileWork const& work,
                             typename Traits::SharedStorage& smem, int warpgroup, int thread,
                             ForwardEffects<Traits>& effects)
-      : tile(tile), rows{tile.params, work}, smem(smem), warpgroup(warpgroup), thread(thread), effects(effects) {
+      : tile(tile),
+        rows{tile.params, work},
+        smem(smem),
+        warpgroup(warpgroup),
+        thread(thread),
+        effects(effects) {
     if (Traits::has_score_modifiers) {
-      modifiers =
-          ScoreModifiers::of(tile.params.score, tile.sequence.index, work.head, tile.sequence.shift);
+      modifiers = ScoreModifiers::of(tile.params.score, tile.sequence.index, work.head,
+                                     tile.sequence.shift);
     }
     effects.dropout.start(tile, work.head);
   }
@@ -63,7 +68,7 @@ struct ForwardScores {
     if constexpr (Traits::has_score_modifiers) {
       if (modifies_scores(params.score)) {
         may_leave = Traits::leaves_curve && may_leave && is_interior && !effects.pages.hides() &&
-                    !drops() && modifiers.is_curve_alone(params.score);
+                    !drops() && !rows.are_wanted() && modifiers.is_curve_alone(params.score);
         left.curve = modifiers.template apply_for_softmax<64, block_n, Traits::config.features>(
             scores, score_coords<Traits>(thread), tile.query_begin, key_begin, may_leave,
             left.row_bias);
@@ -102,7 +107,8 @@ struct ForwardScores {
   // value_stage: where the block's values lie, if their tokens have scales.
   template <class Accumulator, class Operand, class Rescale>
   CUTE_DEVICE void probabilities(Accumulator& tSrS, Left const& left,
-                                 typename Traits::Softmax& softmax, Operand& tOrP, Rescale rescale, [[maybe_unused]] int value_stage = 0) const {
+                                 typename Traits::Softmax& softmax, Operand& tOrP, Rescale rescale,
+                                 [[maybe_unused]] int value_stage = 0) const {
     auto scores = rows_cols_view(tSrS);
     auto pairs = recast<std::uint32_t>(tOrP);
     if constexpr (Traits::has_dropout) {
@@ -110,7 +116,8 @@ struct ForwardScores {
         auto drop = [&](int sixteen, float (&p)[2][4]) {
           drop_pairs(effects.dropout.kept, sixteen, p);
         };
-        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale, drop);
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale,
+                                                   drop);
         return;
       }
     }
@@ -118,7 +125,7 @@ struct ForwardScores {
     if constexpr (Traits::leaves_curve) {
       if (left.curve) {
         const ScoreModifiers::Curve::Exponents exponents(softmax.scale_log2);
-        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, exponents, pairs, rows)) return;
+        if (softmax.template softmax_of_curve_to_pairs<Element>(scores, exponents, pairs)) return;
         is_too_large = true;
         ScoreModifiers::Curve::apply_to_scaled(scores, true);
       }
@@ -126,13 +133,14 @@ struct ForwardScores {
     if constexpr (Traits::is_e4m3) {
       if (effects.e4m3.values_have_own) {
         auto weigh = effects.e4m3.weigher(smem.value_scales[value_stage], thread, rescale);
-        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale, weigh);
+        softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale,
+                                                   weigh);
         return;
       }
     }
     auto keep_all = [](int, float (&)[2][4]) {};
-    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale, keep_all,
-                                               is_too_large);
+    softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale,
+                                               keep_all, is_too_large);
   }
 
  private:

@@ -71,11 +71,11 @@ struct TileTraits {
   static constexpr bool has_row_bias = has(feature::alibi) && !has_dropout;
 
   // Two CTAs on an SM look at all scores (forward/two_ctas.h).
-  using KnownMaximum = std::conditional_t<config.ctas_per_sm == 2, MaximumOfScores,
-                                          MaximumOfSums<rows_per_thread>>;
-  using Softmax = OnlineSoftmax<
-      rows_per_thread,
-      std::conditional_t<can_write_max_logits(config), KnownMaximum, NoMaximum>>;
+  using KnownMaximum =
+      std::conditional_t<config.ctas_per_sm == 2, MaximumOfScores, MaximumOfSums<rows_per_thread>>;
+  using Softmax =
+      OnlineSoftmax<rows_per_thread,
+                    std::conditional_t<can_write_max_logits(config), KnownMaximum, NoMaximum>>;
 
   // What a kernel that does it says anew.
   static constexpr bool leaves_curve = false;  // a curve, to the softmax
