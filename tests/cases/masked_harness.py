@@ -165,7 +165,7 @@ def masked_reference(
         for result in results:
             result.dbias = _of_distances(case, result.dbias, inputs.relative_bias)
         # A row's dS sums to 0, but for what rounding did to the out of which D is made.
-        of_rows = (inputs.of.dout * results[0].out).norm().item()
+        of_rows = (inputs.of.dout * results[0].out).nan_to_num().norm().item()
         rounding = torch.finfo(case.of.dtype).eps * of_rows
         results[0].noise["dbias"] = results[0].noise.get("dbias", 0.0) + rounding
     return results

@@ -231,23 +231,6 @@ def test_one_length_for_all(page_size: int | None) -> None:
             assert torch.equal(bits(actual.lse), bits(expected.lse)), seqlens
 
 
-@pytest.mark.parametrize("page_size", PAGES, ids=["dense", "paged"])
-@pytest.mark.parametrize("heads", [(4, 4), (32, 8)], ids=str)
-def test_a_triangle_has_the_bits_of_causal(heads: tuple[int, int], page_size: int | None) -> None:
-    """Of one tile of queries, whose splits are the same, in decode kernels and others."""
-    for queries, splits in ((4, 1), (4, 5), (64, 2), (100, 5)):
-        case = make_cache_case(
-            **{"cached": (1500, 700), "capacity": 1600, "seqlens_q": queries, "head_dim": 128},
-            **{"num_heads_q": heads[0], "num_heads_k": heads[1], "page_size": page_size},
-            tree="triangle",
-        )
-        inputs = inputs_of(case)
-        tree = attend_over_cache(case, inputs, num_splits=splits)[0]
-        causal = replace(case, tree=None, causal=True)
-        inputs = replace(inputs, tree_mask=None)
-        assert_same_bits(attend_over_cache(causal, inputs, num_splits=splits)[0], tree)
-
-
 @pytest.mark.parametrize("queries", [4, 100])
 def test_a_graph_is_replayed_with_other_trees(queries: int) -> None:
     case = make_cache_case(cached=(700, 0), capacity=900, seqlens_q=queries, tree="any")
