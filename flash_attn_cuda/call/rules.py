@@ -100,6 +100,7 @@ _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
 _OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
 _SCALES = ("k_descale", "v_descale")
+_LACKED_BY_LISTS = ("deterministic", "alibi_slopes", "leftpad_k", *_OF_TRAINING)
 _SCALE_OF_QV = "as a model scales by the head dim that it has without absorption"
 
 OF_CALL = (
@@ -115,8 +116,9 @@ OF_CALL = (
     Rules("is_fp8_latent", f"where {{v}} alone is of {E4M3}", given=("v_descale",)),
     Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
     Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
-    Rules("not qv", "without qv", refused=("key_lists",)),
-    Rules("lists_blocks", refusal="key_list_block: must be 1, got {key_list_block.value}"),
+    Rules("reads_plain_keys_in_place", "over a cache or pages without qv", refused=("key_lists",)),
+    Rules("lists_blocks", "with key_lists without qv", refused=_LACKED_BY_LISTS),
+    Rules("has_idle_block", refusal="key_list_block: must be 1, got {key_list_block.value}"),
     Rules("not is_fp8", f"where {{k}} is not of {E4M3}", absent=("q_descale", "k_descale")),
     Rules(
         "not has_fp8_values",
@@ -163,6 +165,7 @@ OF_DIRECTION = (
     Rules("is_fp8", refusal=f"{{k}}: must not be of {E4M3} {DIRECTED}"),
     Rules("reads_in_place", refusal=f"block_table: must be None {DIRECTED}, as must be a cache"),
     Rules("fp32_results", refusal=f"fp32_results: must be False {DIRECTED}, got True"),
+    Rules("lists_blocks", refusal=f"key_lists: must be None {DIRECTED}, got a tensor"),
 )
 # Where autograd records a call.
 OF_RECORDED = (
@@ -299,6 +302,10 @@ OF_ARRAYS = (
          and call.key_lists.shape[-2] == call.heads_k(),
          "must have a list for every query of {q}, {q.shape}, and head of {k} ({heads_k}), got "
          "{key_lists.shape}", "key_lists"),
+    Must("key_list_block", lambda call:
+         call.key_list_block == 1 or call.key_list_block == 8 or call.key_list_block == 16
+         or call.key_list_block == 32 or call.key_list_block == 64 or call.key_list_block == 128,
+         "must be 1, 8, 16, 32, 64 or 128, got {key_list_block.value}", "lists_blocks"),
     Must("block_table", lambda call: call.cache_batch_idx is not None
          or (call.block_table.dim() == 2 and call.block_table.shape[0] == call.batch()),
          "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),

@@ -187,7 +187,8 @@ def flash_attn_varlen_func(
             lists = given_lists(key_lists, key_list_block, key_list_queries)
         masks = Masks(attn_mask, block_mask, block_size, lists)
         if masks.are_given():
-            add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+            is_alone = relative_bias is None and attention_chunk == 0
+            add_masks(call, masks, (max_seqlen_q, max_seqlen_k), is_alone=is_alone)
     if relative_bias is not None:
         add_relative_bias(call, relative_bias)
     if qv is not None:

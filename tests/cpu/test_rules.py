@@ -106,6 +106,8 @@ CALLS: dict[str, Described] = {
     "rotary_sin": CACHE | APPENDS | {"rotary_sin": zeros(9, 8)},
     "reads_in_place": PAGED,
     "fp32_results": ONE_LENGTH | {"fp32_results": True},
+    "reads_plain_keys_in_place": PAGED,
+    "lists_blocks": PACKED | {"key_lists": integers(6, 2, 9)},
 }
 
 
@@ -131,7 +133,10 @@ ABSENT = (
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
     ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
-    ("not qv", NotImplementedError, "without qv", "key_lists"),
+    ("reads_plain_keys_in_place", NotImplementedError, "over a cache or pages without qv",
+     "key_lists"),
+    ("lists_blocks", NotImplementedError, "with key_lists without qv",
+     f"{OF_TRAINING} alibi_slopes deterministic leftpad_k"),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
     ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
      "v_descale quantizes_tokens"),
@@ -221,6 +226,8 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (LATENT, {"key_lists": integers(6, 4, 9)},
          "key_lists: must have a list for every query of q, (6, 4, 16), and head of k (2), got "
          "(6, 4, 9)"),
+        (PACKED, {"key_lists": integers(6, 2, 9), "key_list_block": 24},
+         "key_list_block: must be 1, 8, 16, 32, 64 or 128, got 24"),
         (PAGED, {"block_table": integers(3, 3)},
          "block_table: must have shape (2, max_pages), got (3, 3)"),
         (CACHE, {"block_table": integers(2), "cache_batch_idx": integers(2)},
@@ -283,6 +290,7 @@ OF_DIRECTION = (
     ("is_fp8", f"k: must not be of {E4M3} {DIRECTED}"),
     ("reads_in_place", f"block_table: must be None {DIRECTED}, as must be a cache"),
     ("fp32_results", f"fp32_results: must be False {DIRECTED}, got True"),
+    ("lists_blocks", f"key_lists: must be None {DIRECTED}, got a tensor"),
 )
 # Of a number: values out of its range, what it must be, and the bounds themselves.
 OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
@@ -370,8 +378,10 @@ def test_of_lists_over_a_cache(shape: tuple[int, ...]) -> None:
 
 
 def test_of_blocks_of_listed_keys() -> None:
-    call = described(LATENT | {"key_lists": integers(6, 2, 9), "key_list_block": 8})
-    assert_refused_on_both(call, NotImplementedError, "key_list_block: must be 1, got 8")
+    blocks = {"key_lists": integers(6, 2, 9), "key_list_block": 8}
+    for given in (LATENT | blocks, PACKED | {"key_list_block": 8}):
+        words = "key_list_block: must be 1, got 8"
+        assert_refused_on_both(described(given), NotImplementedError, words)
 
 
 @pytest.mark.parametrize(("tiles_q", "shape"), [(1, (1, 1, 9, 8)), (2, (1, 1, 9, 4))])
