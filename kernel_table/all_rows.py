@@ -13,7 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from kernel_table.row import BackwardRow, Entry, Family, Feature, ForwardRow, KernelRow, Kind
-from kernel_table.sm80 import SM80_BACKWARD, SM80_DECODE, SM80_FORWARD, SM80_HVP, SM80_JVP
+from kernel_table.sm80 import (
+    SM80_BACKWARD,
+    SM80_DECODE,
+    SM80_FORWARD,
+    SM80_HVP,
+    SM80_JVP,
+    SM80_LISTED_BACKWARD,
+)
 from kernel_table.sm90 import SM90_BACKWARD, SM90_FORWARD, SM90_JVP, SM90_LATENT
 
 ENTRIES: tuple[Entry, ...] = (
@@ -23,6 +30,7 @@ ENTRIES: tuple[Entry, ...] = (
     *SM80_DECODE,
     *SM90_BACKWARD,
     *SM80_BACKWARD,
+    *SM80_LISTED_BACKWARD,
     *SM90_JVP,
     *SM80_JVP,
     *SM80_HVP,

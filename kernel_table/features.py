@@ -14,6 +14,7 @@ OF_A_CACHE = Feature.paged_kv | Feature.split_kv
 MODIFIERS = SOFTCAP | ALIBI
 CACHE_MODIFIERS = MODIFIERS | OF_A_CACHE
 LATENT = Feature.latent | SOFTCAP | OF_A_CACHE | Feature.packed_gqa
+KEY_LISTS = Feature.key_lists | SOFTCAP
 E4M3_LATENT = LATENT | Feature.e4m3_kv
 E4M3_CACHE = OF_A_CACHE | Feature.e4m3_kv
 # Lists of blocks, a bias, and whatever comes with them.

@@ -18,6 +18,8 @@ from dataclasses import replace
 
 from kernel_table.row import Family, Feature, ForwardRow, KernelRow, Mask, Pass
 
+_OF_CALLS_OF_THEIR_OWN = Feature.e4m3_kv | Feature.latent | Feature.key_lists
+
 
 def found(table: Sequence[KernelRow]) -> frozenset[KernelRow]:
     """Of a table in the order of selection the rows that some call finds first on a Hopper GPU."""
@@ -60,7 +62,7 @@ def takes_all_calls_of(other: KernelRow, row: KernelRow) -> bool:
         and other.head_dim >= row.head_dim
         and other.value_dim >= row.value_dim
         and row.features in other.features
-        and not (other.features ^ row.features) & (Feature.e4m3_kv | Feature.latent)
+        and not (other.features ^ row.features) & _OF_CALLS_OF_THEIR_OWN
         and (other.writes_fp32 or not row.writes_fp32)
         and _is_for_any_length(other)
     )

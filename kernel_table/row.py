@@ -92,6 +92,7 @@ class Kernel(Enum):
     sm80_jvp = "sm80 jvp"
     sm80_backward = "sm80 backward"
     sm80_hvp = "sm80 hvp"
+    sm80_listed_backward = "sm80 listed_backward"
     sm90_forward = "sm90 forward"
     sm90_wide_forward = "sm90 wide_forward"
     sm90_latent = "sm90 latent"
@@ -274,6 +275,9 @@ class ForwardRow(KernelRow):
         return Kernel.sm90_wide_forward if self.is_wide else super().kernel
 
 
+_WITH_WARP_GRIDS = (Kernel.sm80_backward, Kernel.sm80_hvp, Kernel.sm80_listed_backward)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackwardRow(KernelRow):
     kernel_pass: ClassVar[Pass] = Pass.backward
@@ -297,9 +301,9 @@ class BackwardRow(KernelRow):
     is_wide: bool = of(Kernel.sm90_wide_backward, default=False, planned=True)
     features: Feature = NO_FEATURES
 
-    warps_m_scores: int | None = of(Kernel.sm80_backward, Kernel.sm80_hvp)
-    warps_n_dkdv: int | None = of(Kernel.sm80_backward, Kernel.sm80_hvp)
-    warps_m_dq: int | None = of(Kernel.sm80_backward, Kernel.sm80_hvp)
+    warps_m_scores: int | None = of(*_WITH_WARP_GRIDS)
+    warps_n_dkdv: int | None = of(*_WITH_WARP_GRIDS)
+    warps_m_dq: int | None = of(*_WITH_WARP_GRIDS)
     stages_q: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
     stages_do: int | None = of(Kernel.sm80_backward, Kernel.sm90_backward)
     stages_kv: int | None = of(Kernel.sm90_backward, Kernel.sm90_wide_backward)
@@ -318,6 +322,8 @@ class BackwardRow(KernelRow):
     def kernel(self) -> Kernel:
         if Feature.tangent in self.features:
             return Kernel(f"{self.family.value} hvp")
+        if Feature.key_lists in self.features:
+            return Kernel(f"{self.family.value} listed_backward")
         return Kernel.sm90_wide_backward if self.is_wide else super().kernel
 
 

@@ -207,6 +207,7 @@ RULES: dict[str, Callable[[Any], Rules]] = {
     "sm80 jvp": _sm80_forward,
     "sm80 backward": _sm80_backward,
     "sm80 hvp": _sm80_hvp,
+    "sm80 listed_backward": _sm80_hvp,
     "sm90 forward": _sm90_forward,
     "sm90 wide_forward": _sm90_wide_forward,
     "sm90 latent": _sm90_latent,

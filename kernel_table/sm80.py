@@ -8,6 +8,7 @@ from kernel_table.features import (
     CACHE_MODIFIERS,
     DROPOUT,
     E4M3_CACHE,
+    KEY_LISTS,
     LATENT,
     MASKED,
     MODIFIERS,
@@ -79,10 +80,11 @@ SM80_FORWARD = (
 # of the GPUs that have least; there a single warp's leave room for Q as well. At most 6.
 # shares_queries: fragments of Q and O fill the registers up to head dim 192. Conversions bound a
 # kernel of e4m3 too: more warps an SM and, up to head dim 256, slices of 32 keys are worth more
-# than loads under way.
+# than loads under way. So are more warps with lists of blocks, whose tiles are many and short.
 
 DECODE = CACHE_MODIFIERS | Feature.packed_gqa
 DECODE_E4M3 = DECODE | Feature.e4m3_kv
+DECODE_LISTS = KEY_LISTS | Feature.split_kv | Feature.packed_gqa
 CONVERTING: dict[str, Any] = {"ctas_per_sm": 2, "shares_queries": True}
 
 # fmt: off
@@ -98,6 +100,7 @@ SM80_DECODE = (
         tiles=(
             tile({"decode": DECODE}, stages_kv=3),
             tile({"decode_e4m3": DECODE_E4M3}, stages_kv=4, ctas_per_sm=3),
+            tile({"decode_lists": DECODE_LISTS}, stages_kv=2, ctas_per_sm=3),
         ),
     ),
     entry(
@@ -114,6 +117,10 @@ SM80_DECODE = (
             tile(
                 {"decode_e4m3_smem99k": DECODE_E4M3}, block_n=32, stages_kv=2, **CONVERTING,
             ),
+            tile(
+                {"decode_lists": DECODE_LISTS},
+                block_n=16, stages_kv=2, ctas_per_sm=3, shares_queries=True,
+            ),
         ),
     ),
     entry(
@@ -128,6 +135,8 @@ SM80_DECODE = (
             tile({"decode": DECODE}, block_n=16, num_warps=2, stages_kv=3),
             tile({"decode_smem99k": DECODE}, block_n=16, num_warps=1, stages_kv=5),
             tile({"decode_e4m3": DECODE_E4M3}, block_n=32, num_warps=2, stages_kv=2, ctas_per_sm=3),
+            tile({"decode_lists": DECODE_LISTS}, block_n=16, num_warps=2, stages_kv=2,
+                 ctas_per_sm=3),
         ),
     ),
     # Two warps share a slice of keys, with half of its columns each.
@@ -229,6 +238,29 @@ SM80_BACKWARD = (
             tile({"smem99k": EVERYTHING}, block_m=16, block_n=32, columns_per_cta=128,
                  num_warps=2, warps_m_scores=1, warps_n_dkdv=2, warps_m_dq=1),
         ),
+    ),
+)
+# fmt: on
+
+# Of lists of blocks. A tile is of one block. Two CTAs share an SM of a Hopper GPU, and one fits the
+# shared memory of every GPU.
+
+# fmt: off
+SM80_LISTED_BACKWARD = (
+    entry(
+        Kernel.sm80_listed_backward, 64,
+        block_m=64, block_n=64, **FOUR_WARPS,
+        tiles=(tile({"lists": KEY_LISTS}),),
+    ),
+    entry(
+        Kernel.sm80_listed_backward, 128,
+        block_m=64, block_n=64, **FOUR_WARPS,
+        tiles=(tile({"lists": KEY_LISTS}),),
+    ),
+    entry(
+        Kernel.sm80_listed_backward, 256,
+        block_m=32, block_n=32, **FOUR_WARPS,
+        tiles=(tile({"lists": KEY_LISTS}),),
     ),
 )
 # fmt: on

@@ -1,4 +1,4 @@
-"""What masks.py compares: masks in blocks, documents, biases and sinks, and their references.
+"""What masks.py compares: masks in blocks, documents, biases, sinks and lists, and their references.
 
 A group is one problem; its entrants compute it, or what it is compared with, from the same memory.
 No two calls find their data in a cache: inputs are larger than any.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -39,8 +39,11 @@ DOCUMENTS, MEAN_DOCUMENT = 32, 1024
 BIAS_SEQLEN = 4096
 DISTANCE_SEQLENS, REACH = (4096, 16_384), 128  # of a relative_bias, as T5's
 SINK_SEQLENS, QUICK_SINK_SEQLENS = (1024, 4096, 16_384), (4096,)
+LIST_SEQLENS, LIST_HEADS = (16_384, 65_536), (64, 4)  # as native sparse attention's
+LISTED_BLOCKS, LISTED_KEYS = 16, 64  # of a query, and of a block
 HEAD_DIMS = (64, 128)
 
+FLA = "fla parallel_nsa"
 ALL, RANDOM, WINDOW = "all", "random", "window"
 BLOCKS = {ALL: random_blocks, RANDOM: random_blocks, WINDOW: window_blocks}
 
@@ -132,6 +135,23 @@ def distance_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskG
         MaskGroup("distance", one_sequence(seqlen, head_dim, device), "relative bias")
         for head_dim in head_dims or HEAD_DIMS[:1]
         for seqlen in (DISTANCE_SEQLENS[:1] if quick else DISTANCE_SEQLENS)
+    ]
+
+
+def list_groups(device: str, quick: bool, head_dims: HeadDims) -> list[MaskGroup]:
+    heads_q, heads_k = LIST_HEADS
+    return [
+        MaskGroup("lists", case, f"{LISTED_BLOCKS} blocks of {LISTED_KEYS}", listed_share(seqlen))
+        for head_dim in head_dims or HEAD_DIMS[1:]
+        for seqlen in (LIST_SEQLENS[:1] if quick else LIST_SEQLENS)
+        for case in (
+            replace(
+                one_sequence(seqlen, head_dim, device),
+                num_heads_q=heads_q,
+                num_heads_k=heads_k,
+                causal=True,
+            ),
+        )
     ]
 
 
@@ -291,6 +311,46 @@ def distance_entrants(group: MaskGroup) -> list[Entrant]:
     return [*entrants, dense] if has_twin else entrants
 
 
+def list_entrants(group: MaskGroup) -> list[Entrant]:
+    """Lists of blocks of each query, and the mask that they stand for, whose bits are many."""
+    case = group.case
+    lists = listed_blocks(case.seqlen_q, case.num_heads_k, case.device)
+    ours = tensors_of(case.make_inputs())
+    common = {"density": group.density, "reference": "causal"}
+    has_mask = case.seqlen_q == LIST_SEQLENS[0]
+    mask = Entrant("their mask", partial(ours_by_mask, case, lists), *ours, **common)
+    twin = mask.name if has_mask else None
+    return [
+        Entrant("lists", partial(ours_by_lists, case, lists), *ours, **common, peer=FLA, twin=twin),
+        *([mask] if has_mask else []),
+        Entrant("causal", partial(BACKENDS["ours"].prepare, case), *ours),
+        Entrant(FLA, partial(fla_by_lists, case, lists), *ours, density=group.density),
+    ]
+
+
+def listed_blocks(seqlen: int, heads: int, device: str) -> Tensor:
+    """int32 (1, seqlen, heads, n): the first block, a query's own, that before it, and others at
+    random, -1 for those that come twice.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    own = torch.arange(seqlen, device=device)[:, None] // LISTED_KEYS
+    shape = 1, seqlen, heads, LISTED_BLOCKS
+    chance = torch.rand(shape, device=device, generator=generator)
+    lists = (chance * (own[..., None] + 1)).int()
+    lists[..., 0], lists[..., 1], lists[..., 2] = 0, own, (own - 1).clamp_min(0)
+    lists = lists.sort(-1).values
+    repeats = torch.nn.functional.pad(lists[..., 1:] == lists[..., :-1], (1, 0))
+    return lists.masked_fill(repeats, -1)
+
+
+def listed_share(seqlen: int) -> float:
+    """Of the pairs of causal attention those of listed blocks, about."""
+    lists = listed_blocks(seqlen, 1, "cpu")[0, :, 0]
+    behind = torch.arange(1, seqlen + 1)[:, None] - lists * LISTED_KEYS
+    keys = behind.clamp(0, LISTED_KEYS) * (lists >= 0)
+    return round(keys.sum().item() / (seqlen * (seqlen + 1) / 2), 4)
+
+
 def sink_entrants(group: MaskGroup) -> list[Entrant]:
     """A constant sink and, backward, one with a gradient."""
     case = group.case
@@ -418,6 +478,36 @@ def ours_with_sink(case: AttentionCase, constant: Tensor | None = None) -> Atten
     return lambda q, k, v, sink: flash_attn_func(q, k, v, causal=causal, sink=sink)
 
 
+def ours_by_lists(case: AttentionCase, lists: Tensor) -> Attend:
+    from flash_attn_cuda import flash_attn_func
+
+    require_ours(case.device)
+    return partial(flash_attn_func, causal=True, key_lists=lists, key_list_block=LISTED_KEYS)
+
+
+def ours_by_mask(case: AttentionCase, lists: Tensor) -> Attend:
+    from flash_attn_cuda import BlockSparsity, flash_attn_func
+
+    require_ours(case.device)
+    of_heads = lists.repeat_interleave(case.num_heads_q // case.num_heads_k, 2)
+    made = BlockSparsity.from_key_lists(of_heads, LISTED_KEYS, case.seqlen_q, case.seqlen_k)
+    return partial(flash_attn_func, causal=True, block_mask=made)
+
+
+def fla_by_lists(case: AttentionCase, lists: Tensor) -> Attend:
+    require_triton(case)
+    try:
+        from fla.ops.nsa import parallel_nsa
+    except ImportError as error:
+        raise Unsupported(f"fla is not importable: {error}") from None
+    return partial(
+        parallel_nsa,
+        block_indices=lists.long(),
+        block_counts=LISTED_BLOCKS,
+        block_size=LISTED_KEYS,
+    )
+
+
 Groups = Callable[[str, bool, HeadDims], list[MaskGroup]]
 PARTS: dict[str, tuple[Groups, Callable[[MaskGroup], list[Entrant]]]] = {
     "density": (density_groups, density_entrants),
@@ -425,4 +515,5 @@ PARTS: dict[str, tuple[Groups, Callable[[MaskGroup], list[Entrant]]]] = {
     "bias": (bias_groups, bias_entrants),
     "distance": (distance_groups, distance_entrants),
     "sink": (sink_groups, sink_entrants),
+    "lists": (list_groups, list_entrants),
 }

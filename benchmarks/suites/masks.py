@@ -1,4 +1,5 @@
-"""Speed of masks in blocks, document masks, biases and sinks, with the targets of each.
+"""Speed of masks in blocks, document masks, biases, sinks and lists of blocks, with the targets of
+each.
 
     python -m benchmarks.suites.masks --out masks.json              # all parts
     python -m benchmarks.suites.masks --quick --parts density,sink  # fewer cases
@@ -10,6 +11,8 @@ document: packed documents in one sequence with a mask, against flash_attn_varle
 bias: a bias with a gradient, against torch's memory-efficient kernels.
 distance: a relative_bias with a gradient, against FlexAttention and a bias over pairs.
 sink: against the same call without.
+lists: 16 blocks of 64 keys for each query and key head, against full causal attention, the mask
+    that they stand for and flash-linear-attention's parallel_nsa.
 
 bf16, random normal data, medians of turns of 100 ms; what is compared is timed in one process, and
 ratios are medians over its rounds, so that a change of clocks between them does not count.

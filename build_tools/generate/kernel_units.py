@@ -38,6 +38,7 @@ ROWS_OF_SMALL_UNITS = {
     Kernel.sm80_jvp: 2,
     Kernel.sm80_backward: 1,
     Kernel.sm80_hvp: 1,
+    Kernel.sm80_listed_backward: 1,
     Kernel.sm90_forward: 5,
     Kernel.sm90_wide_forward: 5,
     Kernel.sm90_latent: 6,
@@ -53,6 +54,7 @@ SPLIT_TILES = (Kernel.sm90_forward, Kernel.sm90_backward)
 LONGEST_FIRST = (
     *(Kernel.sm80_backward, Kernel.sm90_backward, Kernel.sm90_forward, Kernel.sm80_forward),
     *(Kernel.sm90_latent, Kernel.sm90_jvp, Kernel.sm80_hvp, Kernel.sm80_jvp),
+    Kernel.sm80_listed_backward,
     *(Kernel.sm90_wide_backward, Kernel.sm90_wide_forward, Kernel.sm80_decode),
 )
 INSTANCE_TYPES = {Pass.forward: "ForwardInstance", Pass.backward: "BackwardInstance"}

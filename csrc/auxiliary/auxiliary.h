@@ -45,7 +45,7 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
 // dsink = the sums of those, of each head. Nothing to do where it is not wanted.
 void sum_sink_gradient(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
 
-// dk, dv = the sums of the splits' fp32 partials. Nothing to do when there is one split.
+// dk, dv = the sums of the splits' fp32 partials. Nothing to do where no partials are left.
 void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
 
 }  // namespace flash_attn_cuda

@@ -168,6 +168,7 @@ struct BackwardPlan {
                                  // packed sequences table.swept_rows says it
   bool takes_turns = false;      // dQ's adders wait for one another (shared/schedule/turns.h)
   int turn_words = 0;            // with lists: of a query tile's marks
+  int entries_per_cta = 0;       // with lists of blocks: of ListedQueries; 0: no lists
   int sink_shares_per_head = 0;  // with dsink: numbers that add up to a head's
   SharedTiles shared_tiles;
   Buffer<float> lse_log2, softmax_d, dq_accum;
@@ -184,8 +185,9 @@ struct BackwardPlan {
 
   // The tickets of an sm90 kernel: one for every tile, or for every part of one.
   std::int64_t num_tickets() const { return schedule.grid_size() + shared_tiles.more_tickets(); }
-  // Whether sums of dQ are left when the main kernel has ended.
+  // Whether sums of dQ are left when the main kernel has ended, and of dK and dV.
   bool leaves_sums() const { return dq_path == DqPath::converted || dq_path == DqPath::finished; }
+  bool leaves_key_sums() const { return dkdv_splits > 1 || entries_per_cta > 0; }
 };
 
 using Stream = CUstream_st*;

@@ -39,7 +39,7 @@ namespace feature {
 // have no masks or biases, and kernels for those have no registers to spare; nor are their results
 // differentiated in a direction. kernel_table/row.py reads it.
 inline constexpr FeatureSet without_fp32_results =
-    feature::block_sparse | feature::bias | feature::tangent | feature::latent;
+    feature::block_sparse | feature::bias | feature::tangent | feature::latent | feature::key_lists;
 
 constexpr bool can_write_fp32(FeatureSet features) {
   return (features & without_fp32_results) == 0;
@@ -53,6 +53,10 @@ constexpr bool reads_e4m3(FeatureSet features) { return (features & feature::e4m
 
 // Whether a kernel's scores also have qv v^T, and so no others.
 constexpr bool has_latent(FeatureSet features) { return (features & feature::latent) != 0; }
+
+// Whether a kernel's queries have lists of blocks of keys each, and so no others. Latent kernels
+// read lists as well, of keys.
+constexpr bool lists_blocks(FeatureSet features) { return (features & feature::key_lists) != 0; }
 
 // Whether a backward may follow a forward kernel, which then also writes what rounding takes from O
 // (shared/out_rounding.h).
@@ -200,6 +204,13 @@ struct Sm80BackwardConfig {
 };
 
 struct Sm80HvpConfig {
+  // As of Sm80BackwardConfig.
+  int warps_m_scores;
+  int warps_n_dkdv;
+  int warps_m_dq;
+};
+
+struct Sm80ListedBackwardConfig {
   // As of Sm80BackwardConfig.
   int warps_m_scores;
   int warps_n_dkdv;

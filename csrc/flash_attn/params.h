@@ -270,10 +270,12 @@ struct ForwardParams {
   SplitParams split;
   TensorView q, k, v, out;
   TensorView qv;  // scores also have qv v^T; data null: none
-  // int32 (batch, seqlen_q, heads_k, keys_per_list): the keys that a query's heads of a key head
-  // see, by position in its sequence; negative: none. Contents are never trusted.
+  // int32 (batch, seqlen_q, heads_k, keys_per_list / key_list_block): the blocks of keys that a
+  // query's heads of a key head see, from its sequence's first key on; what is no block: none.
+  // Contents are never trusted. A block that stands twice counts twice.
   TensorView key_lists;
-  int keys_per_list = 0;  // 0: no lists, and queries see all keys
+  int keys_per_list = 0;   // 0: no lists, and queries see all keys
+  int key_list_block = 1;  // a power of two; with qv 1
   TreeMask tree;
   bool fp32_results = false;  // out is fp32, whatever dtype
   // What rounding takes from out, eight bits of each number (shared/out_rounding.h); data null: not
@@ -302,14 +304,27 @@ inline std::int64_t query_rows(const ForwardParams& params) {
   return std::int64_t{is_packed ? 1 : params.shape.batch_size} * params.shape.seqlen_q;
 }
 
+// A forward's key_lists the other way round: their entries, sorted by the block that each names.
+// Places are of blocks: key head * key_rows + the row of k that the block begins with. Entries that
+// name no block come last.
+struct ListedQueries {
+  const int* places = nullptr;  // (entries), ascending; of no block num_heads_k * key_rows
+  const int* rows = nullptr;    // (entries): of q, over all sequences. Contents are never trusted
+  const int* begins = nullptr;  // (num_heads_k * key_rows + 1): the first entry from a place on
+  int entries = 0;
+  int key_rows = 0;  // of k, over all sequences
+  int block = 0;     // keys; 0: no lists
+};
+
 struct BackwardParams {
   Dtype dtype = Dtype::bf16;
   AttentionShape shape;
   SequenceParams sequences;  // cu_seqlens and seqused alone
   Window window;
   ScoreParams score;
-  DropoutParams dropout;       // rng: pointers to the forward's rng_state
-  SparsityParams sparsity;     // lists by key tiles
+  DropoutParams dropout;    // rng: pointers to the forward's rng_state
+  SparsityParams sparsity;  // lists by key tiles
+  ListedQueries listed;
   bool deterministic = false;  // the same bits every run
   TensorView q, k, v, out, dout;
   TensorView out_rounding;  // as the forward wrote it; data null: out alone is known

@@ -1,8 +1,10 @@
 #include "host/choose_backward.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
+#include "host/error.h"
 #include "host/plan_steps.h"
 #include "shared/mask/block_lists.h"
 #include "shared/schedule/tile_parts.h"
@@ -118,7 +120,9 @@ int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& confi
   const AttentionShape& shape = params.shape;
   const std::int64_t ctas = key_tiles * shape.num_heads_k * config.ctas_per_tile;
   const std::int64_t wanted = 2 * std::int64_t{device.num_sms};
-  if (ctas == 0 || config.is_wide || params.sequences.leftpad_k != nullptr) return 1;
+  if (ctas == 0 || config.is_wide || params.sequences.leftpad_k != nullptr ||
+      params.listed.block > 0)
+    return 1;
 
   const std::int64_t group = shape.heads_per_key_head();
   const std::int64_t affordable = group * shape.seqlen_q / (2 * std::int64_t{shape.seqlen_k});
@@ -131,6 +135,27 @@ int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& confi
     if (group % candidate == 0) splits = candidate;
   }
   return static_cast<int>(splits);
+}
+
+int choose_entries(const BackwardParams& params, const BackwardConfig& config,
+                   const DeviceInfo& device) {
+  const ListedQueries& listed = params.listed;
+  if (listed.block == 0) return 0;
+  const auto heads =
+      static_cast<int>(std::bit_ceil(static_cast<unsigned>(params.shape.heads_per_key_head())));
+  if (heads > config.block_m || listed.block % config.block_n != 0)
+    throw_error("key_list_block must be a multiple of ", config.block_n,
+                " in a backward, and heads_per_key_head at most ", config.block_m, ", got ",
+                listed.block, " and ", params.shape.heads_per_key_head());
+  // Beginning and ending a run takes about as long as two steps, and some CTAs for each SM come out
+  // even.
+  constexpr int least_steps = 4, most_steps = 64;
+  constexpr std::int64_t ctas_per_sm = 16;
+  const int queries = config.block_m / heads;  // of a step
+  const std::int64_t steps =
+      std::int64_t{ceil_div(listed.entries, queries)} * (listed.block / config.block_n);
+  const std::int64_t even = steps / (ctas_per_sm * device.num_sms);
+  return queries * static_cast<int>(std::clamp<std::int64_t>(even, least_steps, most_steps));
 }
 
 void choose_sweeps(const BackwardParams& params, std::int64_t bytes_per_query,

@@ -17,6 +17,11 @@ bool splits_even_out_tiles(const BackwardParams& params, const BackwardConfig& c
 int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& config,
                        std::int64_t key_tiles, const DeviceInfo& device);
 
+// With lists of blocks, the entries that a CTA takes, whole steps of them; else 0. Throws Error
+// where no tiles of the kernel's are whole blocks or hold a query's heads.
+int choose_entries(const BackwardParams& params, const BackwardConfig& config,
+                   const DeviceInfo& device);
+
 // Whether a CTA takes all key tiles of a head, or of a short packed sequence: the plan's sweeps or
 // table.swept_rows, and what follows of them. bytes_per_query: of Q, dO and the sum of dQ.
 void choose_sweeps(const BackwardParams& params, std::int64_t bytes_per_query,

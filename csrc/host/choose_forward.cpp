@@ -256,6 +256,10 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
     return choose_latent(params, extents, has_vectors, device, instances);
   KernelRequest request = request_of(params, extents);
   request.kind = ForwardKind::decode;
+  if (has_key_lists(params)) {
+    request.features |= feature::key_lists;
+    return select_instance(instances, request, device);
+  }
   if (!has_vectors) return select_instance(instances, request, device);
   if (prefers_decode(params)) {
     const ForwardInstance* decode = find_instance(instances, request, device);

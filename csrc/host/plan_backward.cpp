@@ -48,6 +48,7 @@ bool can_write_dbias(const BackwardParams& params) {
 KernelRequest request_of(const BackwardParams& params, const TensorExtents& extents) {
   KernelRequest request = common_request(params, extents);
   if (params.deterministic) request.features |= feature::deterministic;
+  if (params.listed.block > 0) request.features |= feature::key_lists;
   request.suits_sm90 = request.suits_sm90 && tma_can_move(params.dout, params.dtype, extents.out) &&
                        tma_can_move(params.dk, params.dtype, extents.k) &&
                        tma_can_move(params.dv, params.dtype, extents.v) && can_write_dbias(params);
@@ -161,6 +162,9 @@ std::int64_t main_grid(const BackwardParams& params, const BackwardPlan& plan) {
   const BackwardConfig& config = plan.instance->config;
   const AttentionShape& shape = params.shape;
   const std::int64_t key_tiles = plan.schedule.grid_size();
+  if (plan.entries_per_cta > 0)  // as many for each tile of a block
+    return std::int64_t{ceil_div(params.listed.entries, plan.entries_per_cta)} *
+           (params.listed.block / config.block_n);
   if (config.is_wide)  // one for a tile of dK, one of dQ, one of dV
     return 2 * key_tiles + std::int64_t{plan.q_tiles} * shape.num_heads_q;
   if (config.family == KernelFamily::sm90)
@@ -219,7 +223,7 @@ void lay_out(const BackwardParams& params, BackwardPlan& plan) {
   const std::int64_t places = plan.shared_tiles.places();
   plan.part_sums = workspace.add<float>(places * part_sums(config));
   plan.part_counters = workspace.add<int>(places * part_counters(config));
-  if (plan.dkdv_splits > 1) {
+  if (plan.leaves_key_sums()) {
     const std::int64_t rows = plan.dkdv_splits * key_rows(params) * shape.num_heads_k;
     plan.dk_partial = workspace.add<float>(rows * config.head_dim);
     plan.dv_partial = workspace.add<float>(rows * config.head_dim_v);
@@ -239,6 +243,7 @@ BackwardPlan plan_backward(const BackwardParams& given, const DeviceInfo& device
   plan.extents = tensor_extents(params.shape, params.sequences);
   plan.instance = &select_instance(instances, request_of(params, plan.extents), device);
   plan_tiles(params, device, plan);
+  plan.entries_per_cta = choose_entries(params, plan.instance->config, device);
   plan.dq_path = choose_dq_path(params, plan);
   plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
   if (plan.takes_turns && params.sparsity.lists.data != nullptr)

@@ -27,7 +27,7 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& given, Stream 
   if (!is_sm90 || plan.grid == 0) sum_sink_gradient(plan, params, stream);
   plan.instance->launch(plan, params, stream);
   if (plan.leaves_sums()) plan.instance->convert_dq(plan, params, stream);
-  if (plan.dkdv_splits > 1) reduce_dkv(plan, params, stream);
+  if (plan.leaves_key_sums()) reduce_dkv(plan, params, stream);
 }
 
 }  // namespace flash_attn_cuda

@@ -157,7 +157,8 @@ struct AttentionGradients : torch::autograd::Function<AttentionGradients> {
     variable_list results(edges.size() + other_arguments);
     if (std::ranges::none_of(directions, [](const at::Tensor& x) { return x.defined(); }))
       return results;
-    const bool is_last = !at::GradMode::is_enabled() && is_plain(directions);
+    // Derivatives in a direction read a mask instead of lists of blocks (masks/of_call.py).
+    const bool is_last = !at::GradMode::is_enabled() && is_plain(directions) && !lists_blocks(call);
     const variable_list found = is_last ? second_gradients(context, call, incoming, directions)
                                         : by_operator(context, call, incoming, edges, directions);
     std::ranges::copy(found, results.begin());

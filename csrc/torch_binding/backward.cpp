@@ -9,6 +9,7 @@
 #include "torch_binding/generated_rules.h"
 #include "torch_binding/launch_scope.h"
 #include "torch_binding/layout.h"
+#include "torch_binding/listed_queries.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -63,6 +64,11 @@ Gradients run(const AttentionCall& call, const Incoming& given, const TangentPar
   params.tangents = tangents;
   params.errors = has_device_contents(call) ? device_record(scope.device) : nullptr;
   if (drops(call)) params.dropout.rng = rng_of_state(given.rng_state);
+  ListedTensors listed;
+  if (lists_blocks(call)) {
+    listed = listed_tensors(call);
+    params.listed = listed_queries(call, listed);
+  }
   const BackwardPlan plan = plan_backward(params, device_of_call(call));
   const at::Tensor workspace =
       allocate({static_cast<std::int64_t>(plan.workspace_bytes)}, at::kByte, call.q);

@@ -59,10 +59,18 @@ void check_capacity(const AttentionCall& call) {
                     " * ", rows);
 }
 
-void check_lists_of_keys(const at::Tensor& lists) {
+void check_lists_of_keys(const AttentionCall& call) {
+  const at::Tensor& lists = call.key_lists;
   check_sizes("key_lists", lists);
-  TORCH_CHECK_VALUE(lists.size(-1) <= max_keys, "key_lists: must have at most ", max_keys,
-                    " keys a list, got ", lists.size(-1));
+  TORCH_CHECK_VALUE(lists.size(-1) <= max_keys / call.key_list_block,
+                    "key_lists: must have at most ", max_keys, " keys a list, got ", lists.size(-1),
+                    " blocks of ", call.key_list_block);
+  if (!lists_blocks(call)) return;
+  // A backward numbers entries, and keys of all heads.
+  const std::int64_t keys = call.k.numel() / std::max<std::int64_t>(1, head_dim_of(call));
+  TORCH_CHECK_VALUE(lists.numel() <= max_keys && keys <= max_keys, "key_lists: must have at most ",
+                    max_keys, " entries, and k as many keys of all heads, got ", lists.numel(),
+                    " and ", keys);
 }
 
 // Kernels number the pairs of probabilities that a call returns.
@@ -121,7 +129,7 @@ AttentionCall checked_description(AttentionCall call, Pass pass, const ArgumentN
   check_batch(call, names);
   check_arrays(call, names);
   check_sizes_of_arrays(call, names);
-  if (call.key_lists.defined()) check_lists_of_keys(call.key_lists);
+  if (call.key_lists.defined()) check_lists_of_keys(call);
   if (call.tree_mask.defined()) check_sizes("tree_mask", call.tree_mask);
   check_entries(call, batch);
   if (is_paged(call)) check_rows_of_table(call.block_table);

@@ -11,6 +11,7 @@
 #include "torch_binding/checked_call.h"
 #include "torch_binding/forward.h"
 #include "torch_binding/kept_call.h"
+#include "torch_binding/listed_queries.h"
 #include "torch_binding/to_params.h"
 
 namespace flash_attn_cuda::binding {
@@ -120,5 +121,12 @@ std::optional<py::dict> explain_aten_operator(const std::string& name, const py:
 std::vector<std::string> forward_instance_names() { return instance_names(forward_instances()); }
 
 std::vector<std::string> backward_instance_names() { return instance_names(backward_instances()); }
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> queries_of_lists(const AttentionCall& given) {
+  const AttentionCall call = described_call(given, Pass::backward);
+  TORCH_CHECK_VALUE(lists_blocks(call), "key_lists: must be given without qv, got None");
+  const ListedTensors made = listed_tensors(call);
+  return {made.places, made.rows, made.begins};
+}
 
 }  // namespace flash_attn_cuda::binding

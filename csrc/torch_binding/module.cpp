@@ -133,6 +133,12 @@ void define_information(py::module& module) {
              "fields; None where it is left to torch. arguments: all of the operator's, on any\n"
              "device.",
              py::arg("name"), py::arg("arguments"));
+  module.def(
+      "listed_queries", torch::wrap_pybind_function(&binding::queries_of_lists),
+      "The key_lists of a call without qv the other way round, as its backward makes them:\n"
+      "(places, rows, begins), int32, of csrc/flash_attn/params.h. call: as in forward, on any\n"
+      "device.",
+      py::arg("call"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");
   module.def("backward_instances", torch::wrap_pybind_function(&binding::backward_instance_names),

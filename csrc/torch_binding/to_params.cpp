@@ -13,6 +13,7 @@
 #include "shared/scores/exact_sum.h"
 #include "torch_binding/check.h"
 #include "torch_binding/layout.h"
+#include "torch_binding/listed_queries.h"
 #include "torch_binding/over_pairs.h"
 
 namespace flash_attn_cuda::binding {
@@ -233,7 +234,8 @@ ForwardParams forward_params(const AttentionCall& call) {
   if (call.qv.defined()) params.qv = view_at(const_cast<void*>(data_of(call.qv)), call.qv);
   if (call.key_lists.defined()) {
     params.key_lists = view_at(const_cast<void*>(data_of(call.key_lists)), call.key_lists);
-    params.keys_per_list = static_cast<int>(call.key_lists.size(-1));
+    params.keys_per_list = static_cast<int>(call.key_lists.size(-1) * call.key_list_block);
+    params.key_list_block = static_cast<int>(call.key_list_block);
   }
   if (call.tree_mask.defined()) {
     const at::Tensor& mask = call.tree_mask;
@@ -251,6 +253,7 @@ ForwardParams forward_params(const AttentionCall& call) {
 BackwardParams backward_params(const AttentionCall& call) {
   auto params = common_params<BackwardParams>(call, call.block_columns);
   params.deterministic = call.deterministic;
+  params.listed = listed_queries(call);
   return params;
 }
 

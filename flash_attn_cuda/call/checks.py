@@ -290,7 +290,7 @@ def _check_tree(call: AttentionCall, queries: torch.Tensor) -> None:
 
 def _check_lists(call: AttentionCall, queries: torch.Tensor, used: torch.Tensor) -> None:
     """Raise unless entries of the lists of queries that attend are keys, or none."""
-    if call.key_lists is None:
+    if call.key_lists is None or call.lists_blocks():
         return
     keys = used if call.leftpad_k is None else used - call.leftpad_k
     bounds = call.cu_seqlens_q

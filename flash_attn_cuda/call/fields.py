@@ -151,10 +151,11 @@ class AttentionCall:
     # (B, Sq, Hq, Dv), or packed as q: scores are softmax_scale * (q k^T + qv v^T)
     qv: Tensor | None = argument(None, shape="...", dtype="q", part="cache", is_strided=True)
     # (B, Sq, Hk, n), or packed (total_q, Hk, n): the keys that a query's heads see, by their
-    # positions in its sequence; negative: none
-    key_lists: Tensor | None = argument(None, shape="...", part="cache", is_strided=True)
+    # positions in its sequence; negative: none. Without a qv blocks of keys: what is none of the
+    # sequence's is none, and a block stands in a list once
+    key_lists: Tensor | None = argument(None, shape="...", is_strided=True)
     # keys that an entry stands for, from its multiple on
-    key_list_block: int = argument(1, at_least=1, part="cache")
+    key_list_block: int = argument(1, at_least=1)
     # (B, Sq, Sq), or packed (total_q, n): which of the last Sq keys of its sequence, those of its
     # queries, a query sees
     tree_mask: Tensor | None = argument(
@@ -269,8 +270,15 @@ class AttentionCall:
         return self.over_cache and self.block_table is None and self.cache_batch_idx is None
 
     def lists_blocks(self) -> bool:
-        """Whether an entry of key_lists stands for several keys."""
-        return self.key_list_block != 1
+        """Whether queries have lists of blocks of keys, and no qv."""
+        return self.key_lists is not None and self.qv is None
+
+    def has_idle_block(self) -> bool:
+        """Whether key_list_block is not 1 where entries are of one key, or there are none."""
+        return self.key_list_block != 1 and not self.lists_blocks()
+
+    def reads_plain_keys_in_place(self) -> bool:
+        return self.reads_in_place() and self.qv is None
 
     def has_lists(self) -> bool:
         return self.block_rows is not None or self.block_columns is not None

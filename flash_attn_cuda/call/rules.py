@@ -104,6 +104,7 @@ _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
 _OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
 _SCALES = ("k_descale", "v_descale")
+_LACKED_BY_LISTS = ("deterministic", "alibi_slopes", "leftpad_k", *_OF_TRAINING)
 _SCALE_OF_QV = "as a model scales by the head dim that it has without absorption"
 
 OF_CALL = (
@@ -119,7 +120,6 @@ OF_CALL = (
     Rules("is_fp8_latent", f"where {{v}} alone is of {E4M3}", given=("v_descale",)),
     Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
     Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
-    Rules("not qv", "without qv", refused=("key_lists",)),
     Rules(
         "tree_mask",
         "with a tree_mask, which says what of their own keys queries see",
@@ -127,7 +127,9 @@ OF_CALL = (
         refused=_OF_TRAINING,
     ),
     Rules("key_lists", "with key_lists", refused=("tree_mask",)),
-    Rules("lists_blocks", refusal="key_list_block: must be 1, got {key_list_block.value}"),
+    Rules("reads_plain_keys_in_place", "over a cache or pages without qv", refused=("key_lists",)),
+    Rules("lists_blocks", "with key_lists without qv", refused=_LACKED_BY_LISTS),
+    Rules("has_idle_block", refusal="key_list_block: must be 1, got {key_list_block.value}"),
     Rules("not is_fp8", f"where {{k}} is not of {E4M3}", absent=("q_descale", "k_descale")),
     Rules(
         "not has_fp8_values",
@@ -172,6 +174,7 @@ OF_DIRECTION = (
     Rules("reads_in_place", refusal=f"block_table: must be None {DIRECTED}, as must be a cache"),
     Rules("fp32_results", refusal=f"fp32_results: must be False {DIRECTED}, got True"),
     Rules("tree_mask", refusal=f"tree_mask: must be None {DIRECTED}, got a tensor"),
+    Rules("lists_blocks", refusal=f"key_lists: must be None {DIRECTED}, got a tensor"),
 )
 # Where autograd records a call.
 OF_RECORDED = (
@@ -311,6 +314,10 @@ OF_ARRAYS = (
          and call.tree_mask.shape[1] >= call.max_seqlen_q),
          "must have a row for each query ({q.shape[0]}) and at least max_seqlen_q "
          "({max_seqlen_q.value}) columns, got {tree_mask.shape}", "tree_mask"),
+    Must("key_list_block", lambda call:
+         call.key_list_block == 1 or call.key_list_block == 8 or call.key_list_block == 16
+         or call.key_list_block == 32 or call.key_list_block == 64 or call.key_list_block == 128,
+         "must be 1, 8, 16, 32, 64 or 128, got {key_list_block.value}", "lists_blocks"),
     Must("block_table", lambda call: call.cache_batch_idx is not None
          or (call.block_table.dim() == 2 and call.block_table.shape[0] == call.batch()),
          "must have shape ({batch}, max_pages), got {block_table.shape}", "block_table"),

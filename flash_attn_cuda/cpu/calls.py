@@ -17,6 +17,7 @@ from ..call.fields import (
     forms_of_results,
 )
 from ..call.rounding import is_known, rounded, unrounded
+from ..masks.of_call import by_mask
 from .dense import attention_backward, attention_forward, probabilities
 from .second_order import attention_hvp, attention_jvp, hvp_of_sink
 from .sequences import Sequence, append, of_entry, sequences_of
@@ -29,7 +30,7 @@ def forward_on_cpu(
     """Computes the call with the random numbers of rng_state. Rows of q that are no sequence's get
     out 0 and softmax_lse -inf.
     """
-    call, q = replace(call, rng_state=rng_state), call.q
+    call, q = replace(by_mask(call), rng_state=rng_state), call.q
     keeps = call.returns_rounding()
     dtype = call.lse_dtype() if keeps else call.result_dtype()
     out = q.new_zeros(call.out_shape(), dtype=dtype)
@@ -135,7 +136,7 @@ def backward_on_cpu(
     """A gradient that is not wanted, or whose argument the call lacks, is None. Rows that are no
     sequence's get 0.
     """
-    q, given = call.q, replace(call, rng_state=incoming.rng_state)
+    q, given = call.q, replace(by_mask(call), rng_state=incoming.rng_state)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=call.result_dtype()) for x in (q, call.k, call.v))
     softmax_d = q.new_zeros(call.softmax_d_shape(), dtype=call.lse_dtype())
     dbias = None

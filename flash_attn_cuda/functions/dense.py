@@ -98,7 +98,8 @@ def flash_attn_func(
         key_lists: (batch, lists, heads_k, n), int32, with any strides: the blocks of keys that the
             queries of a list see, those of all query heads that share the key head. Entry e stands
             for keys e * key_list_block to (e + 1) * key_list_block - 1; what is no block of keys
-            for none. An entry that stands twice counts once. In each call a mask is made of them
+            for none. An entry that stands twice counts once. Kernels on CUDA read lists of single
+            queries (docs/masks.md#lists-of-each-query); of others each call makes a mask
             (BlockSparsity.from_key_lists). With another mask a query sees what both show.
         key_list_block: 1, 8, 16, 32, 64 or 128.
         key_list_queries: 1, 64 or 128: queries that have a list together, the last one's fewer.
@@ -149,7 +150,8 @@ def flash_attn_func(
     if sink is not None:
         call.sink = of_lse_dtype("sink", sink, q)
     if masks.are_given():
-        add_masks(call, masks, (None, None))
+        is_alone = relative_bias is None and attention_chunk == 0
+        add_masks(call, masks, (None, None), is_alone=is_alone)
     if relative_bias is not None:
         add_relative_bias(call, relative_bias)
     if attention_chunk != 0:

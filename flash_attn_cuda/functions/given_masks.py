@@ -20,9 +20,17 @@ from ..call.masks import (
 )
 from ..call.tensors import check_place
 from ..masks.lists import intersection
+from ..masks.of_call import lists_without_repeats, mask_of_lists
 from ..masks.sparsity import BlockSparsity, sparsity_of_pieces
 from ..operators.dtensor_import import is_dtensor
 from .arguments import cast_for_autocast, seqlen_bound
+from .attend import may_be_differentiated
+
+# Of calls whose lists kernels read (kernel_table/sm80.py): of the backward's tiles a block has
+# several or one, and a query's heads one.
+_MOST_HEAD_DIM_OF_LISTS = 256
+_MOST_HEADS_OF_LISTS = 32
+_LEAST_BLOCK_OF_BACKWARD = 64
 
 
 class KeyLists(NamedTuple):
@@ -58,9 +66,12 @@ def given_lists(key_lists: Any, block: Any, queries: Any) -> KeyLists | None:
     return None
 
 
-def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -> None:
+def add_masks(
+    call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any], *, is_alone: bool
+) -> None:
     """Sets lists, bits and bias of a call, whose other arguments are checked first, and the bounds
-    of packed sequences, which may be those of the mask.
+    of packed sequences, which may be those of the mask. is_alone: nothing that is added to the call
+    later is over pairs.
     """
     if call.block_table is not None:
         for name in Masks._fields:
@@ -78,7 +89,8 @@ def add_masks(call: AttentionCall, masks: Masks, max_seqlens: tuple[Any, Any]) -
     extent = extent_of(call)
     sparsity = _checked_sparsity(masks, sparsity, extent, call.q)
     if masks.key_lists is not None:
-        sparsity = _with_lists(call, masks.key_lists, extent, sparsity)
+        is_alone = is_alone and masks.attn_mask is None
+        sparsity = _with_lists(call, masks.key_lists, extent, sparsity, is_alone)
     if sparsity is not None:
         call.block_rows, call.block_columns = sparsity.rows, sparsity.columns
         call.mask_bits = sparsity.bits
@@ -134,10 +146,14 @@ def _checked_sparsity(
 
 
 def _with_lists(
-    call: AttentionCall, given: KeyLists, extent: PairExtent, other: BlockSparsity | None
-) -> BlockSparsity:
+    call: AttentionCall,
+    given: KeyLists,
+    extent: PairExtent,
+    other: BlockSparsity | None,
+    is_alone: bool,
+) -> BlockSparsity | None:
     """What lists show, and another mask if there is one, whose lengths are the call's or, of packed
-    sequences, more.
+    sequences, more. None where the call has the lists themselves.
     """
     lists, heads_k = given.lists, call.heads_k()
     seqlen_q, seqlen_k = extent.seqlen_q, extent.seqlen_k
@@ -160,16 +176,10 @@ def _with_lists(
             f"key_lists: must have shape ({shape}), a list for {given.queries} of q's queries and "
             f"every head of k, got {tuple(lists.shape)}"
         )
-    if extent.is_packed:
-        lists = _by_sequence(lists, call.cu_seqlens_q, seqlen_q)
-    made = BlockSparsity.from_key_lists(
-        lists, given.block, seqlen_q, seqlen_k, key_list_queries=given.queries
-    )
-    if heads_k not in (1, extent.heads_q):
-        group = extent.heads_q // heads_k
-        rows, columns = (x.repeat_interleave(group, 1) for x in (made.rows, made.columns))
-        bits = None if made.bits is None else made.bits.repeat_interleave(group, 1)
-        made = BlockSparsity(seqlen_q, seqlen_k, rows, columns, bits)
+    if other is None and is_alone and _have_kernels(call, lists, given):
+        call.key_lists, call.key_list_block = lists_without_repeats(lists), int(given.block)
+        return None
+    made = mask_of_lists(call, lists, given.block, given.queries, (seqlen_q, seqlen_k))
     if other is None:
         return made
     pieces, bits = intersection((made.pieces(), made.bits), (other.pieces(), other.bits))
@@ -177,14 +187,23 @@ def _with_lists(
     return sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
 
 
-def _by_sequence(lists: Tensor, cu_seqlens_q: Any, seqlen_q: int) -> Tensor:
-    """Lists (total_q, H, n) of packed queries as (batch, seqlen_q, H, n). Behind a sequence's own
-    come others', whose queries are not there.
+def _have_kernels(call: AttentionCall, lists: Tensor, given: KeyLists) -> bool:
+    """Whether kernels of a call with nothing else over pairs read lists as they are. Others read a
+    mask.
     """
-    if lists.shape[0] == 0:
-        lists = lists.new_full((1, *lists.shape[1:]), -1)
-    row = cu_seqlens_q[:-1, None] + torch.arange(seqlen_q, device=lists.device)
-    return lists[row.clamp(0, lists.shape[0] - 1)]
+    rows, most = call.k.shape[:-2].numel(), torch.iinfo(torch.int32).max
+    return (
+        call.q.is_cuda
+        and given.queries == 1
+        and (given.block >= _LEAST_BLOCK_OF_BACKWARD or not may_be_differentiated(call))
+        and call.dropout_p == 0.0
+        and not call.deterministic
+        and not call.return_max_logits
+        and call.alibi_slopes is call.leftpad_k is None
+        and max(call.head_dim(), call.head_dim_v()) <= _MOST_HEAD_DIM_OF_LISTS
+        and call.heads_q() // call.heads_k() <= _MOST_HEADS_OF_LISTS
+        and max(lists.numel(), rows * call.heads_k()) < most
+    )
 
 
 def _local(name: str, mask: Tensor) -> Tensor:

@@ -184,6 +184,8 @@ def flash_attn_varlen_func(
         check_tensor("v", v)
         add_scales(call, NAMES, q_descale, k_descale, v_descale, out=out)
         refuse_forward_gradients(sink=sink)
+    if return_max_logits:
+        call.return_max_logits = True
     has_lists = key_lists is not None or not key_list_block == key_list_queries == 1
     has_masks = not (attn_mask is block_mask is block_size is None)
     if has_masks or sink is not None or has_lists:
@@ -193,7 +195,8 @@ def flash_attn_varlen_func(
             lists = given_lists(key_lists, key_list_block, key_list_queries)
         masks = Masks(attn_mask, block_mask, block_size, lists)
         if masks.are_given():
-            add_masks(call, masks, (max_seqlen_q, max_seqlen_k))
+            is_alone = relative_bias is None and attention_chunk == 0
+            add_masks(call, masks, (max_seqlen_q, max_seqlen_k), is_alone=is_alone)
     if relative_bias is not None:
         add_relative_bias(call, relative_bias)
     if qv is not None:
@@ -208,8 +211,6 @@ def flash_attn_varlen_func(
         add_lists(call, key_lists, key_list_block, key_list_queries)
     if not keep_rounding:
         call.saves_memory = True
-    if return_max_logits:
-        call.return_max_logits = True
     if out is not None:
         check_tensor("v", v)
         call.out = out

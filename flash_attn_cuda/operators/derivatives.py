@@ -41,6 +41,7 @@ from ..call.fields import (
     Tangents,
 )
 from ..call.functorch import is_functorch_active
+from ..masks.of_call import by_mask
 from . import vmap  # noqa: F401  whose rules register themselves
 from .attention import (
     GRADIENTS,
@@ -96,6 +97,7 @@ def run_gradients_operator(call: AttentionCall, incoming: Incoming) -> Gradients
 
 def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Tensors3:
     """(tout, tlse, tout_rounding); at least one tangent is given."""
+    call = by_mask(call)
     found: Tensors3 = _jvp(
         *arguments_of(call, OF_BACKWARD),
         *arguments_of(incoming, OF_FORWARD),
@@ -106,6 +108,7 @@ def run_jvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents
 
 def run_hvp_operator(call: AttentionCall, incoming: Incoming, tangents: Tangents) -> Gradients:
     """As run_gradients_operator; the tangents have those of the results."""
+    call = by_mask(call)
     found = _hvp(
         *arguments_of(call, OF_BACKWARD),
         *arguments_of(incoming, INCOMING),

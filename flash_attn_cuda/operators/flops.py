@@ -82,7 +82,7 @@ _FORMULAS: tuple[tuple[Any, Sequence[str], Products], ...] = (
 def visible_pairs(call: AttentionCall) -> int:
     """Of a query and a key that it sees, in all sequences, of one head."""
     if call.key_lists is not None:
-        return call.key_lists.numel() // call.k.shape[-2]
+        return call.key_lists.numel() * call.key_list_block // call.k.shape[-2]
     lengths_q, lengths_k = _queries(call), _keys(call)
     if lengths_q is None or lengths_k is None:
         rows = call.q.shape[0] if call.is_packed() else call.batch() * call.q.shape[1]

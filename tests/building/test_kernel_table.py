@@ -157,7 +157,7 @@ def _group(row: KernelRow) -> tuple:
     """What a request and the device fix: rows of other groups never compete with this one, or, as
     those for lists and a bias, only where no other runs.
     """
-    fixed = row.features & (MASKS | Feature.tangent | Feature.latent)
+    fixed = row.features & (MASKS | Feature.tangent | Feature.latent | Feature.key_lists)
     return row.kernel_pass, row.family, row.dtype, _kind(row), fixed
 
 
@@ -176,7 +176,7 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     same tile, as tiles differ in the shared memory that they need; all others fit the GPUs that
     their family runs on, and masked rows come behind plain ones that need less. A derivative in a
     direction without features has no other kernel: one for all of them is compiled. So it is with
-    latent attention.
+    latent attention and lists of blocks.
     """
     free = Feature.deterministic  # costs some kernels nothing: their plain rows have it
     served = (
@@ -193,7 +193,7 @@ def test_every_row_with_features_has_a_plain_twin_before_it(rows) -> None:
     for position, row in enumerate(rows):
         if _kind(row) in (Kind.decode, Kind.latent):
             continue
-        if not row.features & ~free or _has_tangents(row):
+        if not row.features & ~free or _has_tangents(row) or Feature.key_lists in row.features:
             continue
         if row.family is Family.sm80 and row.columns_per_cta > 0:
             continue  # of wide heads one row serves plain calls and others, to compile less
@@ -344,10 +344,17 @@ def test_what_a_kernel_cannot_be_is_refused(row, changes, complaint) -> None:
 
 
 def test_the_whole_table_can_be_printed() -> None:
-    """A part for each entry; derivatives in a direction are a variant of their pass."""
+    """A part for each entry; derivatives in a direction and a backward with lists of blocks are
+    variants of their pass.
+    """
     lines = table_text().splitlines()
     titles = [line for line in lines if line and not line.startswith(" ")]
-    parts = [each for each in ENTRIES if not any(map(_has_tangents, each.rows()))]
+    parts = [
+        each
+        for each in ENTRIES
+        if each.kernel is not Kernel.sm80_listed_backward
+        and not any(map(_has_tangents, each.rows()))
+    ]
     assert len(set(titles)) == len(titles) == len(parts)
     for row in ALL_ROWS:
         of_values = "" if row.head_dim_v is None else f", of values {row.head_dim_v}"
@@ -492,7 +499,18 @@ def test_decode_rows_serve_what_only_they_can() -> None:
     assert {row.head_dim for row in rows} == {32, 64, 96, 128, 192, 256, 512}
     for row in rows:
         assert row.block_m == 16
-        assert Feature.packed_gqa | Feature.split_kv | Feature.paged_kv in row.features
+        assert Feature.packed_gqa | Feature.split_kv in row.features
+        assert (Feature.paged_kv in row.features) is (Feature.key_lists not in row.features)
+
+
+def test_rows_for_lists_of_blocks() -> None:
+    """Few, of which both passes have the same, and which every GPU has the memory of."""
+    for rows in (FORWARD_ROWS, BACKWARD_ROWS):
+        found = [row for row in rows if Feature.key_lists in row.features]
+        assert list(dict.fromkeys(row.head_dim for row in found)) == [64, 128, 256]
+        assert all(Feature.softcap in row.features for row in found)
+    # A tile of the backward is of one block, and holds the heads of a key head.
+    assert all(64 % row.block_n == 0 and row.block_m >= 32 for row in found)
 
 
 def test_rows_for_derivatives_in_a_direction() -> None:

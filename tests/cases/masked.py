@@ -178,8 +178,9 @@ class MaskedCase:
         shape = (self.of.batch, self.of.num_heads_k, rows, blocks.shape[-1])
         number = torch.arange(shape[-1], device=blocks.device)
         entries = torch.where(blocks.expand(shape), number, -1).int()
-        strange = entries.new_tensor([shape[-1], 1 << 30, -(1 << 30)]).expand(*shape[:3], 3)
-        entries = torch.cat([strange, entries.flip(-1), entries[..., :1]], -1).transpose(1, 2)
+        one = (*shape[:3], 1)
+        strange = [entries.new_full(one, x) for x in (shape[-1], 1 << 30, -(1 << 30))]
+        entries = torch.cat([*strange, entries.flip(-1), entries[..., :1]], -1).transpose(1, 2)
         if isinstance(self.of, AttentionCase):
             return entries
         lists = [entries[i, :n] for i, n in enumerate(self.of.lengths_q)]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_cuda import BlockSparsity, cpu, flash_attn_func, flash_attn_varlen_func
+from flash_attn_cuda.call.fields import AttentionCall
+from flash_attn_cuda.installed import build_info
+from flash_attn_cuda.masks.of_call import lists_without_repeats
+from flash_attn_cuda.operators.derivatives import run_operator
+from tests.cases.attention import AttentionCase, VarlenCase
 from tests.cases.cpu_harness import one_thread  # noqa: F401
-from tests.cases.masked import RandomMask, masked_varlen
+from tests.cases.masked import MaskedCase, RandomMask, masked_dense, masked_varlen
 from tests.cases.masked_harness import masked_reference
 from tests.reference import attention_with_gradients
 
@@ -101,3 +107,83 @@ def test_packed_bounds_that_no_integer_gives() -> None:
             *tensors, **lengths, max_seqlen_q=most, max_seqlen_k=most and 140, block_mask=sparsity
         )
         torch.testing.assert_close(out, expected)
+
+
+def _listed(case: MaskedCase) -> tuple[AttentionCall, Any, dict[str, Any]]:
+    """A call that has its lists itself, and a public function and arguments for the same."""
+    inputs = case.make_inputs()
+    tensors: dict[str, Any] = {name: getattr(inputs.of, name) for name in "qkv"}
+    tensors = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    arguments = case.arguments(inputs)
+    given = {name: arguments[name] for name in ("key_lists", "key_list_block")}
+    causal = {"causal": case.of.causal}
+    lists = lists_without_repeats(given["key_lists"])
+    if isinstance(case.of, AttentionCase):
+        call = AttentionCall(**tensors, **causal, **given | {"key_lists": lists})
+        return call, flash_attn_func, tensors | causal | given
+    bounds = {"max_seqlen_q": case.of.max_seqlen_q, "max_seqlen_k": case.of.max_seqlen_k}
+    packed = inputs.of.lengths() | bounds | causal
+    call = AttentionCall(**tensors, **packed, **given | {"key_lists": lists})
+    return call, flash_attn_varlen_func, tensors | packed | given
+
+
+LISTED = [
+    masked_dense(
+        RandomMask(0.4, 16, "bhq", "key_lists"), batch=2, seqlen_q=70, seqlen_k=90, causal=True,
+        **BASE,
+    ),
+    masked_varlen(
+        RandomMask(0.4, 64, "bhq", "key_lists"), lengths_q=(33, 0, 70), lengths_k=(150, 5, 0),
+        used_k=(130, 5, 0), **BASE,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LISTED, ids=str)
+def test_a_call_with_lists_is_one_with_their_mask(case: MaskedCase) -> None:
+    """Of operators: results, gradients and their derivatives."""
+    call, function, arguments = _listed(case)
+    inputs = call.q, call.k, call.v
+    found = []
+    for out in (run_operator(call).out, function(**arguments)):
+        first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(x.sin().sum() for x in first), inputs)
+        found.append((out, *first, *second))
+    for listed, masked in zip(*found, strict=True):
+        torch.testing.assert_close(listed, masked)
+
+
+@pytest.mark.skipif(build_info.extension is None, reason="flash_attn_cuda._C is not built here")
+@pytest.mark.parametrize("case", LISTED, ids=str)
+def test_lists_are_turned_around(case: MaskedCase) -> None:
+    """As the backward of kernels walks them: of each block the queries that list it, ascending."""
+    call, *_ = _listed(case)
+    assert call.key_lists is not None and build_info.extension is not None
+    kept = replace(call, q=call.q.detach().bfloat16(), k=call.k.detach().bfloat16())
+    kept.v = kept.k
+    places, rows, begins = build_info.extension.listed_queries(kept)
+    assert {x.dtype for x in (places, rows, begins)} == {torch.int32}
+    block, (heads, n) = call.key_list_block, call.key_lists.shape[-2:]
+    key_rows = call.k.shape[:-2].numel()
+    expected: dict[int, list[int]] = {}
+    for row, of_row in enumerate(call.key_lists.reshape(-1, heads, n).tolist()):
+        first, keys = 0, call.k.shape[1]
+        if isinstance(case.of, VarlenCase):
+            ends = torch.tensor(case.of.lengths_q).cumsum(0)
+            index = min(int((ends <= row).sum()), len(ends) - 1)
+            first, keys = sum(case.of.lengths_k[:index]), (case.of.used_k or case.of.keys)[index]
+        else:
+            first = row // call.q.shape[1] * keys
+        for head, entries in enumerate(of_row):
+            for entry in entries:
+                if 0 <= entry * block < keys:
+                    expected.setdefault(head * key_rows + first + entry * block, []).append(row)
+    counts = begins.diff().tolist()
+    assert begins[0] == 0 and len(counts) == heads * key_rows
+    assert {i: count for i, count in enumerate(counts) if count} == {
+        place: len(found) for place, found in expected.items()
+    }
+    for place, found in expected.items():
+        span = slice(int(begins[place]), int(begins[place + 1]))
+        assert rows[span].tolist() == found and set(places[span].tolist()) == {place}
+    assert (places[int(begins[-1]) :] == heads * key_rows).all()

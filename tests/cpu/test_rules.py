@@ -111,6 +111,8 @@ CALLS: dict[str, Described] = {
     "rotary_sin": CACHE | APPENDS | {"rotary_sin": zeros(9, 8)},
     "reads_in_place": PAGED,
     "fp32_results": ONE_LENGTH | {"fp32_results": True},
+    "reads_plain_keys_in_place": PAGED,
+    "lists_blocks": PACKED | {"key_lists": integers(6, 2, 9)},
 }
 
 
@@ -136,10 +138,13 @@ ABSENT = (
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
     ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
     ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
-    ("not qv", NotImplementedError, "without qv", "key_lists"),
     ("tree_mask", ValueError, OF_TREE, "causal bounds_right"),
     ("tree_mask", NotImplementedError, OF_TREE, OF_TRAINING),
     ("key_lists", NotImplementedError, "with key_lists", "tree_mask"),
+    ("reads_plain_keys_in_place", NotImplementedError, "over a cache or pages without qv",
+     "key_lists"),
+    ("lists_blocks", NotImplementedError, "with key_lists without qv",
+     f"{OF_TRAINING} alibi_slopes deterministic leftpad_k"),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
     ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
      "v_descale quantizes_tokens"),
@@ -234,6 +239,8 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (PACKED, {"tree_mask": zeros(6, 8, dtype=torch.bool)},
          "tree_mask: must have a row for each query (6) and at least max_seqlen_q (9) columns, got "
          "(6, 8)"),
+        (PACKED, {"key_lists": integers(6, 2, 9), "key_list_block": 24},
+         "key_list_block: must be 1, 8, 16, 32, 64 or 128, got 24"),
         (PAGED, {"block_table": integers(3, 3)},
          "block_table: must have shape (2, max_pages), got (3, 3)"),
         (CACHE, {"block_table": integers(2), "cache_batch_idx": integers(2)},
@@ -294,6 +301,7 @@ OF_DIRECTION = (
     ("reads_in_place", f"block_table: must be None {DIRECTED}, as must be a cache"),
     ("fp32_results", f"fp32_results: must be False {DIRECTED}, got True"),
     ("tree_mask", f"tree_mask: must be None {DIRECTED}, got a tensor"),
+    ("lists_blocks", f"key_lists: must be None {DIRECTED}, got a tensor"),
 )
 # Of a number: values out of its range, what it must be, and the bounds themselves.
 OUT_OF_RANGE: dict[str, tuple[tuple[float, ...], str, tuple[float, ...]]] = {
@@ -383,8 +391,10 @@ def test_of_lists_over_a_cache(shape: tuple[int, ...]) -> None:
 
 
 def test_of_blocks_of_listed_keys() -> None:
-    call = described(LATENT | {"key_lists": integers(6, 2, 9), "key_list_block": 8})
-    assert_refused_on_both(call, NotImplementedError, "key_list_block: must be 1, got 8")
+    blocks = {"key_lists": integers(6, 2, 9), "key_list_block": 8}
+    for given in (LATENT | blocks, PACKED | {"key_list_block": 8}):
+        words = "key_list_block: must be 1, got 8"
+        assert_refused_on_both(described(given), NotImplementedError, words)
 
 
 @pytest.mark.parametrize(("tiles_q", "shape"), [(1, (1, 1, 9, 8)), (2, (1, 1, 9, 4))])

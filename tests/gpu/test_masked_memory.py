@@ -188,6 +188,42 @@ def test_sequences_longer_than_the_mask_see_nothing_beyond_it() -> None:
     torch.testing.assert_close(out[:100], expected[0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.cuda_only
+@HEAD_DIM
+@pytest.mark.parametrize("bounds", [(0, 700, 300), (0, -5, 10**9), (-7, 100, 300)], ids=str)
+def test_lists_of_sequences_with_wrong_lengths(bounds: tuple[int, ...], head_dim: int) -> None:
+    """Nothing is read or written outside of the tensors, and the next call is right."""
+    of = make_varlen_case(lengths_q=(200, 100), num_heads_k=2, head_dim=head_dim, causal=True)
+    case = MaskedCase(of, RandomMask(0.5, 64, "bhq", "key_lists"))
+    inputs = inputs_of(case)
+    lists = {name: x for name, x in case.arguments(inputs).items() if name.startswith("key_list")}
+    wrong = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    lengths = {"cu_seqlens_q": wrong, "cu_seqlens_k": wrong}
+    most = {"max_seqlen_q": 300, "max_seqlen_k": 300}
+    leaves = [getattr(inputs.of, name).detach().requires_grad_() for name in "qkv"]
+    out = flash_attn_varlen_func(*leaves, **lengths, **most, causal=True, **lists)
+    torch.autograd.grad(out, leaves, inputs.of.dout)
+    assert build_info.extension.device_errors() is not None
+    assert_close(run_masked(case, inputs), *masked_reference(case, inputs))
+
+
+@pytest.mark.cuda_only
+def test_lists_of_queries_take_no_memory_of_pairs() -> None:
+    """Forward and backward take less than the bits of a mask alone."""
+    seqlen = 32_768
+    of = make_case(
+        batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=4, num_heads_k=1, head_dim=64
+    )
+    inputs = of.make_inputs()
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    lists = torch.randint(seqlen // 64, (1, seqlen, 1, 16), dtype=torch.int32, device=DEVICE)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flash_attn_func(*leaves, causal=True, key_lists=lists, key_list_block=64)
+    torch.autograd.grad(out, leaves, inputs.dout)
+    assert torch.cuda.max_memory_allocated() - before < seqlen**2 // 8
+
+
 # -- no waiting, graphs ----------------------------------------------------------------------------
 
 
@@ -195,6 +231,7 @@ STEPS = {
     "mask": (RandomMask(0.3, 1, "hq"), None, None),
     "tiles": (RandomMask(0.3, 128, "bhq"), None, torch.float32),
     "bias": (None, RandomBias("bhq"), None),
+    "lists": (RandomMask(0.3, 64, "bhq", "key_lists"), None, torch.float32),
     "all": (RandomMask(0.3, 64, "bhq", "sparsity"), RandomBias("bhq", fp32=True), torch.bfloat16),
 }
 
@@ -224,7 +261,7 @@ def test_graphs_replay_with_other_masks(name: str) -> None:
         fresh = case.make_inputs(seed)
         for to, source, names in (
             (static.of, fresh.of, ("q", "k", "v", "dout", "dlse")),
-            (static, fresh, ("mask", "bias", "sink")),
+            (static, fresh, ("mask", "blocks", "bias", "sink")),
         ):
             for field in names:
                 if getattr(to, field) is not None:
@@ -260,6 +297,7 @@ def test_results_repeat(head_dim: int) -> None:
     for mask, bias in (
         (RandomMask(0.2, 128, "hq", "sparsity"), None),
         (RandomMask(0.2, 1, "q", "sparsity"), RandomBias("bhq")),
+        (RandomMask(0.2, 64, "bhq", "key_lists"), None),
     ):
         case = MaskedCase(of, mask, bias, torch.float32)
         inputs = inputs_of(case)

@@ -159,7 +159,7 @@ SCORES: dict[str, list[Call]] = {
         of=[*OF_ANY.values()], num_heads_k=2, head_dim=[64, 128], causal=BOTH,
         mask=[
             *(RandomMask(0.5, 1, "bhq", "attn_mask"), RandomMask(0.5, 64, "bq", "sparsity")),
-            *(RandomMask(0.5, 128, "h", "blocks"), RandomMask(0.4, 16, "bhq", "key_lists")),
+            *(RandomMask(0.5, 128, "h", "blocks"), RandomMask(0.4, 64, "bhq", "key_lists")),
         ],
     ),
     "masks and features": grid(

@@ -141,6 +141,14 @@ inline ForwardInstance decode_latent_instance(const char* name, int num_warps, i
   return instance;
 }
 
+// Of lists of blocks.
+inline constexpr FeatureSet listed_features = feature::softcap | feature::key_lists;
+inline ForwardInstance decode_lists_instance(const char* name, int head_dim) {
+  ForwardInstance instance = decode_instance(name, head_dim);
+  instance.config.features = listed_features | feature::split_kv | feature::packed_gqa;
+  return instance;
+}
+
 inline BackwardInstance backward_instance(const char* name, int head_dim, MaskKind mask,
                                           int block_m = 64, int block_n = 128,
                                           FeatureSet features = feature::deterministic) {
@@ -224,6 +232,7 @@ inline std::vector<ForwardInstance> complete_forward_rows() {
       features_instance("hd128_cache", 128, cache_features),
       decode_instance("hd64_decode", 64),
       decode_instance("hd128_decode", 128),
+      decode_lists_instance("hd128_decode_lists", 128),
       decode_latent_instance("hd64_dv512_decode_latent", 4, 136),
       decode_latent_instance("hd64_dv512_decode_latent_smem99k", 2, 95),
       features_instance("hd64_masked", 64, masked_features),
@@ -311,6 +320,7 @@ inline const InstanceList<BackwardInstance>& sm90_backward_table() {
       backward_instance("hd64_masked", 64, MaskKind::windowed, 64, 128, any_mask),
       backward_instance("hd128_masked", 128, MaskKind::windowed, 64, 128, any_mask),
       backward_instance("hd256_masked", 256, MaskKind::windowed, 64, 64, any_mask),
+      backward_instance("hd128_lists", 128, MaskKind::windowed, 64, 64, listed_features),
       hvp_instance("hd128_tangent", 128),
       hvp_instance("hd256_tangent", 256),
       hvp_instance("hd512_tangent", 512),

@@ -1,4 +1,6 @@
 // Plans of calls with lists of blocks or a bias.
+#include <array>
+#include <string>
 #include <vector>
 
 #include "check.h"
@@ -69,6 +71,58 @@ void check_choices() {
 
 TEST(what_a_forward_has_chooses_the_row) { check_choices<ForwardParams>(); }
 TEST(what_a_backward_has_chooses_the_row) { check_choices<BackwardParams>(); }
+
+// Lists of blocks
+
+TEST(queries_with_lists_of_blocks_have_tiles_of_their_own) {
+  const auto listed = [](ForwardParams& params) {
+    params.key_list_block = 64;
+    params.keys_per_list = 16 * 64;
+  };
+  for (const DeviceInfo& device : {h200, a100, rtx4090}) {
+    CHECK_EQ(chosen<ForwardParams>(listed, training, causal, device), "hd128_decode_lists");
+    CHECK_EQ(chosen<ForwardParams>(both(listed, softcap), training, {}, device),
+             "hd128_decode_lists");
+  }
+  AttentionShape shape = training;
+  for (const auto [heads_q, heads_k, tiles] :
+       {std::array{16, 16, 1}, std::array{64, 4, 1}, std::array{96, 4, 2}}) {
+    shape.num_heads_q = heads_q;
+    shape.num_heads_k = heads_k;
+    ForwardParams params = with_tensors(call<ForwardParams>(shape));
+    listed(params);
+    const ForwardPlan made = plan(params);
+    CHECK_EQ(made.num_splits, 1);
+    CHECK_EQ(made.grid, std::int64_t{4} * 4096 * heads_k * tiles);
+  }
+}
+
+TEST(ctas_of_a_backward_take_as_many_listed_queries) {
+  AttentionShape shape = training;
+  shape.num_heads_q = 60;  // 15 a key head, which take 16 rows of 64
+  shape.num_heads_k = 4;
+  const auto planned = [&](int entries, int block) {
+    BackwardParams params = with_tensors(call<BackwardParams>(shape, causal));
+    params.listed = {.entries = entries, .key_rows = 4 * 4096, .block = block};
+    return plan(params);
+  };
+  const BackwardPlan many = planned(1 << 24, 64);
+  CHECK_EQ(std::string(many.instance->name), "hd128_lists");
+  CHECK_EQ(many.entries_per_cta, 4 * 64);
+  CHECK_EQ(many.grid, 1 << 16);
+  CHECK_EQ(planned(1 << 24, 128).grid, 2 << 16);
+  const BackwardPlan few = planned(1001, 64);
+  CHECK_EQ(few.entries_per_cta, 4 * 4);
+  CHECK_EQ(few.grid, 63);
+  CHECK_EQ(planned(0, 64).grid, 0);
+  // Sums of dK and dV that one kernel adds to, and another rounds.
+  CHECK_EQ(few.dkdv_splits, 1);
+  CHECK(few.leaves_key_sums() && few.leaves_sums());
+  CHECK_EQ(few.dk_partial.count, std::int64_t{4} * 4096 * 4 * 128);
+  CHECK_ERROR(planned(1001, 32), "key_list_block must be a multiple of 64");
+  shape.num_heads_q = 4 * 65;
+  CHECK_ERROR(planned(1001, 64), "heads_per_key_head at most 64");
+}
 
 TEST(of_few_queries_tiles_are_run_as_well) {
   AttentionShape few = training;

@@ -3,6 +3,7 @@
 #include "shared/sequence/sequence.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <numeric>
 #include <random>
@@ -13,6 +14,7 @@
 #include "fixtures.h"
 #include "shared/schedule/tile_work.h"
 #include "shared/sequence/key_list.h"
+#include "shared/sequence/listed_queries.h"
 #include "shared/sequence/paged_kv.h"
 
 using namespace host_tests;
@@ -428,4 +430,65 @@ TEST(a_list_is_that_of_a_query_and_a_head_and_hides_what_the_query_does_not_see)
     CHECK_EQ(list.key_of(entry, &errors), entry >= 74 && entry <= 94 ? entry : KeyList::none);
     CHECK(errors == (entry < 100 ? DeviceErrors{} : error(DeviceCheck::key_lists, 2, entry, 99)));
   }
+}
+
+TEST(an_entry_of_a_list_of_blocks_is_a_block_of_the_sequences_keys) {
+  constexpr int min_int = -2'147'483'647 - 1, max_int = 2'147'483'647;
+  const ListedBlocks blocks = ListedBlocks::of(16);
+  KeyList list;
+  list.seqlen_k = 70;
+  for (const int place : {0, 15, 16, 37, 159}) {
+    CHECK_EQ(blocks.entry_of(place), place / 16);
+    for (const int entry : {min_int, -1, 0, 4, 5, 1 << 28, max_int}) {
+      const int key = entry * std::int64_t{16} + place % 16;
+      CHECK_EQ(blocks.key_at(list, entry, place), entry >= 0 && entry < 5 ? key : KeyList::none);
+    }
+  }
+  CHECK_EQ(ListedBlocks::of(1).key_at(list, 69, 5), 69);
+  list.seqlen_k = 0;
+  CHECK_EQ(blocks.key_at(list, 0, 0), KeyList::none);
+}
+
+TEST(of_some_keys_in_a_row_those_are_seen_that_a_reach_holds) {
+  for (const int first : {0, 16, 100})
+    for (const int begin : {0, 5, 17, 130})
+      for (const int end : {0, 16, 20, 31, 117, 200})
+        for (const int count : {16, 32}) {
+          const Reach visible{.begin = begin, .end = end};
+          unsigned expected = 0;
+          for (int i = 0; i < count; ++i) expected |= unsigned{visible.holds(first + i)} << i;
+          CHECK_EQ(seen_keys(visible, first, count), expected);
+        }
+}
+
+TEST(a_place_of_listed_queries_is_a_head_and_a_block_of_a_sequence) {
+  BackwardParams params;
+  params.shape = sizes(4, 130, 300, 2, 2, 64);
+  params.listed.key_rows = 4 * 300;
+  params.listed.block = 64;
+  const ListedBlock dense = listed_block(params, {}, 3, 1200 + 2 * 300 + 128);
+  CHECK_EQ(dense.head, 1);
+  CHECK_EQ(dense.sequence.batch_k, 2);
+  CHECK_EQ(dense.sequence.first_q_tile, 6);
+  CHECK_EQ(dense.key_begin, 128);
+  // Packed sequences of 65, 0, 0 and 70 keys, in a table.
+  Sequence sequences[4];
+  for (int i = 0, row = 0; i < 4; ++i) {
+    sequences[i] = sequence_of_shape(params.shape, i);
+    sequences[i].row_k = row;
+    row += sequences[i].seqlen_k = std::array{65, 0, 0, 70}[i];
+  }
+  const int counts[2] = {};
+  SequenceTable table;
+  table.counts = counts;
+  table.sequences = sequences;
+  params.listed.key_rows = 135;
+  for (const auto [row, index, key] :
+       {std::array{0, 0, 0}, std::array{64, 0, 64}, std::array{65, 3, 0}, std::array{129, 3, 64}}) {
+    const ListedBlock found = listed_block(params, table, 0, 135 + row);
+    CHECK_EQ(found.sequence.index, index);
+    CHECK_EQ(found.key_begin, key);
+    CHECK_EQ(found.head, 1);
+  }
+  CHECK(listed_block(params, table, 0, 66).key_begin < 0);
 }

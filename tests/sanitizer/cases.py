@@ -407,6 +407,9 @@ def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
         yield "documents", MaskedCase(replace(packed, causal=True), pairs), documents
         padded = replace(packed, used_q=(60, 0, 150), used_k=(30, 0, 290), leftpad=(0, 0, 9))
         yield "documents", MaskedCase(padded, pairs), documents
+    for dtype, head_dim in row_kinds("key_lists"):
+        for case in listed_cases(dtype, head_dim):
+            yield "mask", case, None
     for dtype, head_dim in row_kinds():
         for case in sink_cases(dtype, head_dim):
             yield "sink", case, None
@@ -417,6 +420,19 @@ def masked_cases() -> Iterator[tuple[str, MaskedCase, MaskChange | None]]:
     yield "mask", MaskedCase(replace(base, seqlen_q=1), RandomMask(0.5, 64, "bhq", "blocks")), None
     hidden = MaskedCase(base, RandomMask(0.0, 64, "q", "sparsity"), None, torch.float16)
     yield "mask", hidden, None
+
+
+def listed_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:
+    """Lists of each query: of whole and of small blocks, and a block that many queries list."""
+    dense = dense_case(1, (150, 330), (6, 2), dtype=dtype, head_dim=head_dim)
+    yield MaskedCase(dense, RandomMask(0.3, 64, "bhq", "key_lists"), None, torch.float32)
+    small = replace(dense, head_dim=head_dim - 8, causal=True, softcap=4.0)
+    yield MaskedCase(small, RandomMask(0.3, 8, "bhq", "key_lists"))
+    packed = VarlenCase(
+        **{"dtype": dtype, "head_dim": head_dim, "num_heads_q": 20, "num_heads_k": 1},
+        lengths_q=(70, 0, 300), lengths_k=(33, 5, 140), used_k=(30, 5, 140), causal=True,
+    )  # fmt: skip
+    yield MaskedCase(packed, RandomMask(0.7, 128, "bhq", "key_lists"))
 
 
 def sparse_cases(dtype: torch.dtype, head_dim: int) -> Iterator[MaskedCase]:

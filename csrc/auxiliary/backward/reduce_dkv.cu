@@ -1,5 +1,5 @@
-// Sums the fp32 dK and dV partials of CTAs that shared one key head's query heads. A fixed order,
-// so the same bits every run.
+// Sums the fp32 dK and dV partials of CTAs that shared one key head's query heads, or rounds the
+// one sum that CTAs added to. A fixed order, so the same bits every run.
 #include "auxiliary/auxiliary.h"
 #include "auxiliary/vector_types.h"
 #include "flash_attn/instance.h"
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(threads)
 }  // namespace
 
 void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream) {
-  if (plan.dkdv_splits == 1) return;
+  if (!plan.leaves_key_sums()) return;
   const AttentionShape& shape = params.shape;
   const BackwardConfig& config = plan.instance->config;
   const ReduceArguments arguments{

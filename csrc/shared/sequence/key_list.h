@@ -9,7 +9,7 @@ namespace flash_attn_cuda {
 
 struct KeyList {
   const int* entries = nullptr;  // null: there are no lists
-  int count = 0;                 // 0 for a query that does not attend
+  int count = 0;                 // of keys that it may name, 0 for a query that does not attend
   Reach visible{};               // keys that lengths, causal and window leave
   int seqlen_k = 0;
   int sequence = 0;
@@ -31,11 +31,39 @@ struct KeyList {
             .sequence = sequence.index};
   }
 
-  // The key that an entry is, or none.
+  // The key that an entry is, or none, where blocks are of one key.
   FAC_HOST_DEVICE int key_of(int entry, DeviceErrors* errors) const {
     if (entry >= seqlen_k) report(errors, DeviceCheck::key_lists, sequence, entry, seqlen_k - 1);
     return visible.holds(entry) ? entry : none;
   }
 };
+
+// Entries as blocks of keys. Place p of a list is key p % size of the block that entry p / size is.
+struct ListedBlocks {
+  int log2_size = 0;
+
+  FAC_HOST_DEVICE static ListedBlocks of(int size) {
+    ListedBlocks blocks;
+    while ((2 << blocks.log2_size) <= size) ++blocks.log2_size;
+    return blocks;
+  }
+
+  FAC_HOST_DEVICE int entry_of(int place) const { return place >> log2_size; }
+
+  // The key at a place of a list whose entry there is `entry`, seen or not, or none.
+  FAC_HOST_DEVICE int key_at(const KeyList& list, int entry, int place) const {
+    const bool is_block = entry >= 0 && entry <= (list.seqlen_k - 1) >> log2_size;
+    return is_block ? (entry << log2_size) + (place & ((1 << log2_size) - 1)) : KeyList::none;
+  }
+};
+
+// Which of `count` keys from `first` on, at most 32, a list's query sees: bits.
+FAC_HOST_DEVICE unsigned seen_keys(const Reach& visible, int first, int count) {
+  const auto below = [&](int end) {
+    const int keys = detail::clamp(end - first, 0, count);
+    return keys == 32 ? ~0u : (1u << keys) - 1;
+  };
+  return below(visible.end) & ~below(visible.begin);
+}
 
 }  // namespace flash_attn_cuda

@@ -9,8 +9,7 @@
 // LSE in fp32; the last of them combines them.
 //
 // Latent rows have S = Q K^T + QV V^T. A slice of V lies once in shared memory, for both products.
-// With lists of keys a tile has rows of one query, and slices and splits are of entries of its
-// list.
+// With lists of keys a tile has rows of one query, and slices and splits are of places of its list.
 #pragma once
 
 #include "shared/kernel_order.h"
@@ -209,7 +208,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   // A range of keys: those that some row of the tile sees, and the interior that every one does.
   BlockRange visible = block_range(band, first_query, last_query, sequence.seqlen_k, 1);
   KeyList list;  // rows are of one query where there is one
-  if constexpr (Traits::is_latent) {
+  if constexpr (Traits::has_lists) {
     list = KeyList::of(params, sequence, first_query, work.head);
     if (list.entries != nullptr) visible = {.begin = 0, .end = list.count};
   }
@@ -295,7 +294,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
     }
     stage_to_fill = stage_to_fill + 1 == stages ? 0 : stage_to_fill + 1;
     commit_loads();
-    if constexpr (Traits::is_latent) {
+    if constexpr (Traits::has_lists) {
       CUTE_UNROLL
       for (int i = 1; i < stages; ++i) listed[i - 1] = listed[i];
       listed[stages - 1] = loader.present_keys();
@@ -309,6 +308,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
         Traits::is_e4m3 ? smem.scales[warp] + stage * 2 * slice : nullptr;
     stage = stage + 1 == stages ? 0 : stage + 1;
     const int key_begin = span.origin + current * slice;
+    if (Traits::lists_blocks && listed[0] == 0) continue;
 
     AccumulatorOf<decltype(mma), Shape<Int<block_m>, Int<slice>>> tSrS;
     clear(tSrS);
@@ -328,7 +328,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 
     if (args.scales_scores)
       positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
-    const bool has_list = Traits::is_latent && list.entries != nullptr;
+    const bool has_list = Traits::has_lists && list.entries != nullptr;
     if (has_list) hide_absent_keys(listed[0], scores, tScS, 0, -INFINITY);
     if (!has_list && (key_begin < interior_begin || key_begin + slice > interior_end)) {
       positions.hide(params.window, span, scores, tScS, key_begin);

@@ -35,12 +35,17 @@ class SliceLoader {
         v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + v_column + lane_column),
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
         has_consecutive_rows(has_vector_rows && !converts() && are_consecutive(rows, span.origin) &&
-                             !(Traits::is_latent && list.entries != nullptr)),
-        list(list) {}
+                             !(Traits::has_lists && list.entries != nullptr)),
+        list(list) {
+    if constexpr (Traits::lists_blocks) {
+      blocks = ListedBlocks::of(params.key_list_block);
+      has_runs = has_vector_rows && params.key_list_block % slice == 0;
+    }
+  }
 
   // Asks for the places of the first slice, from key_begin on.
   CUTE_DEVICE void start(int key_begin) {
-    if constexpr (Traits::is_latent) read_entry(key_begin);
+    if constexpr (Traits::has_lists) read_entry(key_begin);
     look_up(key_begin);
   }
 
@@ -49,11 +54,17 @@ class SliceLoader {
   CUTE_DEVICE void load(int key_begin, int key_after, Cached* stage, float* scales) {
     const KeyPlace place = next;
     [[maybe_unused]] const bool was_listed = is_listed;
+    [[maybe_unused]] const unsigned run = seen_of_run;
     look_up(key_after);
-    if (has_consecutive_rows) {
+    if (Traits::lists_blocks && has_runs) {
+      present = run;
+      copy_consecutive(stage, place, [&](int row) { return (run >> lane_row >> row & 1) != 0; });
+    } else if (has_consecutive_rows) {
       const KeyPlace first = rows.checked(place, params.errors);
       misses = misses || !first.exists();
-      copy_consecutive(stage, first, key_begin);
+      const auto keys = static_cast<unsigned>(span.end - span.begin);
+      const auto lane_key = static_cast<unsigned>(key_begin + lane_row - span.begin);
+      copy_consecutive(stage, first, [&](int row) { return lane_key + row < keys; });
       if constexpr (Traits::is_e4m3) {
         const bool exists = first.exists() && has_key(key_begin);
         copy_scales(exists ? KeyPlace{first.batch, first.row + lane} : KeyPlace{}, scales);
@@ -78,15 +89,31 @@ class SliceLoader {
   static constexpr int rows_per_pass = 32 / chunks_per_row;
   static constexpr int atom_rows = 8;
 
-  CUTE_DEVICE bool has_list() const { return Traits::is_latent && list.entries != nullptr; }
+  CUTE_DEVICE bool has_list() const { return Traits::has_lists && list.entries != nullptr; }
 
   CUTE_DEVICE void read_entry(int key_begin) {
-    entry = has_list() && has_key(key_begin) ? list.entries[key_begin + lane] : KeyList::none;
+    if constexpr (Traits::lists_blocks) {
+      const bool exists = has_runs ? key_begin < span.end : has_key(key_begin);
+      const int place = key_begin + (has_runs ? 0 : lane);
+      entry = exists ? list.entries[blocks.entry_of(place)] : KeyList::none;
+    } else {
+      entry = has_list() && has_key(key_begin) ? list.entries[key_begin + lane] : KeyList::none;
+    }
+  }
+
+  // Of a list of blocks: the places from key_begin on.
+  CUTE_DEVICE void look_up_blocks(int key_begin) {
+    const int key = blocks.key_at(list, entry, key_begin + (has_runs ? 0 : lane));
+    seen_of_run = key == KeyList::none ? 0 : seen_keys(list.visible, key, slice);
+    is_listed = (seen_of_run & 1) != 0;
+    if (has_runs ? seen_of_run != 0 : is_listed) next = rows.look_up(key);
+    read_entry(key_begin + Traits::step);
   }
 
   // Entries are read a slice ahead of the places that they name.
   CUTE_DEVICE void look_up(int key_begin) {
     next = {};
+    if (Traits::lists_blocks) return look_up_blocks(key_begin);
     if constexpr (Traits::is_latent) {
       if (has_list()) {
         const int key = list.key_of(entry, params.errors);
@@ -150,15 +177,16 @@ class SliceLoader {
                                                      *reinterpret_cast<uint128_t*>(target), exists);
   }
 
-  CUTE_DEVICE void copy_consecutive(Cached* stage, KeyPlace const& first, int key_begin) const {
+  // Of rows from `first` on those that has_row(row of this lane's first) says; the others become
+  // zeros.
+  template <class HasRow>
+  CUTE_DEVICE void copy_consecutive(Cached* stage, KeyPlace const& first, HasRow has_row) const {
     const TensorView& k = params.k;
     const TensorView& v = params.v;
     const Cached* k_row = k_begin + first.batch * k.batch_stride + first.row * k.row_stride;
     const Cached* v_row = v_begin + first.batch * v.batch_stride + first.row * v.row_stride;
     const int columns = first.exists() ? params.shape.head_dim - k_column - lane_column : 0;
     const int columns_v = first.exists() ? params.shape.head_dim_v - v_column - lane_column : 0;
-    const auto keys = static_cast<unsigned>(span.end - span.begin);
-    const auto lane_key = static_cast<unsigned>(key_begin + lane_row - span.begin);
     constexpr int phases =
         atom_rows / rows_per_pass;  // rows of the swizzle atom that a lane writes
     Cached* targets[phases];
@@ -167,7 +195,7 @@ class SliceLoader {
       targets[phase] = place_in(stage, lane_row + phase * rows_per_pass);
     CUTE_UNROLL
     for (int row = 0; row < slice; row += rows_per_pass) {
-      const bool exists = lane_key + row < keys;
+      const bool exists = has_row(row);
       CUTE_UNROLL
       for (int column = 0; column < Traits::value_columns; column += atom_columns) {
         Cached* target = targets[row % atom_rows / rows_per_pass] +
@@ -196,7 +224,7 @@ class SliceLoader {
       }
     }
     misses = misses || __any_sync(0xffffffffu, is_missing);
-    if constexpr (Traits::is_latent) present = __ballot_sync(0xffffffffu, k_offset != none);
+    if constexpr (Traits::has_lists) present = __ballot_sync(0xffffffffu, k_offset != none);
     if constexpr (Traits::is_e4m3) {
       copy_vectors(stage, k_offset, v_offset);
       copy_scales(k_offset == none ? KeyPlace{} : place, scales);
@@ -370,7 +398,11 @@ class SliceLoader {
   int entry = KeyList::none;  // this lane's of the slice after that to come
   bool is_listed = false;     // whether the list names a key for `next`
   unsigned present = 0;
-  KeyPlace next{};  // of this lane's key of the slice to come, or of its first one
+  // Of lists of blocks. Where whole slices lie in a block, all lanes have a slice's first key.
+  ListedBlocks blocks;
+  bool has_runs = false;
+  unsigned seen_of_run = 0;  // keys from that of `next` on that the query sees
+  KeyPlace next{};           // of this lane's key of the slice to come, or of its first one
   bool misses = false;
 };
 

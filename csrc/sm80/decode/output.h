@@ -12,7 +12,7 @@ namespace flash_attn_cuda::sm80 {
 
 template <class Traits>
 CUTE_DEVICE PackedRow packed_row(DecodeArguments const& args, TileWork const& work, int row) {
-  if constexpr (Traits::is_latent)
+  if constexpr (Traits::has_lists)
     return padded_row(args.group, args.heads_of_group, work, Traits::block_m, row);
   else
     return flash_attn_cuda::packed_row(args.group, work, Traits::block_m, row);

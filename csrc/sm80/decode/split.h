@@ -239,7 +239,7 @@ CUTE_DEVICE KeySpan split_span(DecodeArguments const& args, BlockRange const& vi
                                DecodeItem const& item) {
   // A slice from `begin` on lies in one page, if pages hold whole slices.
   std::int64_t begin = visible.begin - (item.work.sequence.row_k + visible.begin) % Traits::slice;
-  if (Traits::is_latent && args.params.keys_per_list > 0) begin = visible.begin;
+  if (Traits::has_lists && args.params.keys_per_list > 0) begin = visible.begin;
   std::int64_t keys = args.keys_per_split;
   if (keys > 0) {
     begin = 0;  // whatever is visible, so that windows change no bits of what both sides see

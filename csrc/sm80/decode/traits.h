@@ -62,6 +62,8 @@ struct DecodeTraits {
 
   // Scores are q k^T + qv v^T. V is an operand of S as well as of O.
   static constexpr bool is_latent = has_latent(config.features);
+  static constexpr bool lists_blocks = flash_attn_cuda::lists_blocks(config.features);
+  static constexpr bool has_lists = is_latent || lists_blocks;  // if the call has
   static constexpr int query_columns = key_columns + (is_latent ? value_columns : 0);
 
   // V and O are multiplied some columns at a time, to keep few fragments of V alive.
@@ -107,6 +109,7 @@ struct DecodeTraits {
   static_assert(stages >= 2, "one fills while the other is read");
   static_assert(is_latent || head_dim_v == head_dim,
                 "narrower values are columns that do not exist");
+  static_assert(!lists_blocks || (!is_latent && !is_e4m3));
   static_assert(!is_latent || (shares_queries && !is_e4m3), "registers hold no qv beside O");
   static_assert(block_m * output_pitch * sizeof(float) <= stages * stage_elements * sizeof(Cached),
                 "O of a warp fits its stages");
