@@ -40,6 +40,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "fp32_results": ("fp32_results", True, "False", "True"),
     "return_max_logits": ("return_max_logits", True, "False", "True"),
     "values_include_rope": ("values_include_rope", True, "False", "True"),
+    "deterministic": ("deterministic", True, "False", "True"),
     "causal": ("causal", True, "False", "True"),
     "bounds_right": ("window_size", 0, "unbounded on the right", "a right bound"),
 }
