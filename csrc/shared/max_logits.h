@@ -13,13 +13,17 @@
 
 namespace flash_attn_cuda {
 
-// Of all lanes; none is NaN. The bits of a number are in its order, if those behind a negative
-// one's sign are turned.
+// Of all lanes; none is NaN. ptxas does not see that they have the same.
 CUTE_DEVICE float warp_max(float x) {
-  const auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fff'ffff); };
-  const int largest = __reduce_max_sync(0xffffffffu, turned(__float_as_int(x)));
-  return __int_as_float(turned(largest));
+  CUTE_UNROLL
+  for (int distance = 16; distance > 0; distance /= 2)
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  return x;
 }
+
+// A place that ptxas takes for one of each lane, which have the same x. Else it keeps what is read
+// there in a uniform register, and waits for it; and has lanes elect one before they write.
+CUTE_DEVICE float* not_uniform(float* place, float x) { return place + static_cast<int>(x != x); }
 
 // The largest score of a head so far, which others raise meanwhile.
 CUTE_DEVICE float read_maximum(const float* place) {
@@ -52,7 +56,7 @@ struct MaximumOfScores {
   static constexpr bool exists = true;
   static constexpr bool is_of_sums = false;
 
-  float known = INFINITY;  // as the softmax counts scores; inf: not wanted
+  float known = INFINITY;  // as the softmax counts scores; inf: not wanted, or there is no larger
 
   CUTE_DEVICE void start(const float* /*place*/) { known = -INFINITY; }
   CUTE_DEVICE bool is_below(float score) const { return score > known; }
@@ -64,8 +68,9 @@ struct MaximumOfSums {
   static constexpr bool exists = true;
   static constexpr bool is_of_sums = true;
 
-  float known = INFINITY;  // natural, and maybe on its way from memory; inf: not wanted
-  float limits[kRows];     // a lane's sum up to it has no larger score
+  // Natural, and maybe on its way from memory; inf: not wanted, or there is no larger.
+  float known = INFINITY;
+  float limits[kRows];  // a lane's sum up to it has no larger score
 
   CUTE_DEVICE void start(const float* place) { known = read_maximum(place); }
   CUTE_DEVICE static bool is_below(float /*score*/) { return true; }

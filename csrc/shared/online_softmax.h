@@ -293,7 +293,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE bool sees_all(Scores const& scores, Bias const& row_bias, float const (&sums)[kRows],
                             Rows const& rows) {
     if constexpr (Maximum::is_of_sums) {
-      if (!rows.are_wanted() || has_too_large(sums)) return false;
+      if (!is_maximum_wanted() || has_too_large(sums)) return false;
       float block_max[kRows];
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row)
@@ -303,6 +303,11 @@ struct OnlineSoftmax {
     } else {
       return false;
     }
+  }
+
+  // All lanes of the warp together.
+  CUTE_DEVICE bool is_maximum_wanted() const {
+    return __any_sync(0xffffffffu, maximum.known != INFINITY);
   }
 
   template <class Scores>
@@ -323,14 +328,15 @@ struct OnlineSoftmax {
     for (int row = 0; row < kRows; ++row)
       if (rows.attends(row)) largest = fmaxf(largest, block_max[row]);
     largest = warp_max(largest);
-    const float natural = largest * (scale_log2 * ln2);
+    const float natural = largest * scale_log2 * ln2;
+    float* const place = not_uniform(rows.place(), largest);
     if constexpr (Maximum::is_of_sums) {
-      if (natural > maximum.known) raise_maximum(rows.place(), natural);
+      if (natural > maximum.known) raise_maximum(place, natural);
       set_limits(fmaxf(natural, maximum.known));
-      maximum.known = read_maximum(rows.place());  // for the next time
+      maximum.known = read_maximum(place);  // for the next time
     } else if (largest > maximum.known) {
       maximum.known = largest;
-      raise_maximum(rows.place(), natural);
+      raise_maximum(place, natural);
     }
   }
 
@@ -364,7 +370,7 @@ struct OnlineSoftmax {
       if (shifts) subtract_reference(scores, row_bias);
     }
     if constexpr (Maximum::exists)
-      if (rows.are_wanted()) see(block_max, rows);
+      if (is_maximum_wanted()) see(block_max, rows);
   }
 
   template <class Scores>
