@@ -92,7 +92,8 @@ def _check_attention(case: MaskedCase, seed: int) -> str | None:
         result = run_masked(case, inputs, backward=False)
     again = run_masked(case, inputs, backward=refused is None)
     again.dbias = None  # atomic adds sum what pairs share
-    assert_same_bits(again, result, "of the second run", deterministic=case.of.deterministic)
+    order = {"deterministic": case.of.deterministic, "summed": case.summed}
+    assert_same_bits(again, result, "of the second run", **order)
     assert_close(result, *masked_reference(case, inputs))
     return refused
 
