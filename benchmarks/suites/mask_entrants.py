@@ -1,4 +1,4 @@
-"""What masks.py compares: masks in blocks, documents, biases, sinks and lists, and their references.
+"""What masks.py compares: masks in blocks, documents, biases, sinks, lists, and their references.
 
 A group is one problem; its entrants compute it, or what it is compared with, from the same memory.
 No two calls find their data in a cache: inputs are larger than any.

@@ -334,14 +334,15 @@ def assert_same_bits(
     context: str = "",
     *,
     deterministic: bool = False,
+    summed: Collection[str] = ("dq",),
 ) -> None:
-    """All bitwise equal, but dq to one rounding unless the call was deterministic: atomic adds sum
-    it in any order.
+    """All bitwise equal, but what is summed to one rounding unless the call was deterministic: atomic
+    adds sum it in any order.
     """
     for name, x in actual.tensors().items():
         y = expected.tensors()[name]
-        if name == "dq" and not ON_CPU and not deterministic:
-            assert_same_up_to_one_rounding(x, y, f"dq {context}")
+        if name in summed and not ON_CPU and not deterministic:
+            assert_same_up_to_one_rounding(x, y, f"{name} {context}")
         else:
             different = int((bits(x) != bits(y)).sum())
             assert different == 0, f"{name} {context}: {different} of {x.numel()} elements differ"

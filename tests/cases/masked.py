@@ -101,6 +101,12 @@ class MaskedCase:
         has_more = self.mask is not None or self.bias is not None or self.sink is not None
         return self.of.dropout_p == 0.0 or not has_more
 
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Gradients that the backward may sum in any order."""
+        has_lists = self.mask is not None and self.mask.given == "key_lists"
+        return ("dq", "dk", "dv") if has_lists else ("dq",)
+
     def make_inputs(self, seed: int = 0) -> MaskedInputs:
         generator = torch.Generator(self.of.device).manual_seed(seed + 1)
         mask = blocks = bias = sink = relative_bias = None

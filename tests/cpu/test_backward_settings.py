@@ -86,8 +86,8 @@ def test_every_field_is_set_here() -> None:
     """A field that is added is a setting of a backward, or has no meaning for one."""
     lengths = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"}
     lists = OF_LISTS | OF_DERIVATIVES
-    of_bias = {"bias_by_distance"}  # which has another shape then
-    assert {*SETTINGS, *lists, *of_bias, *OF_FORWARD, *lengths} == set(OF_BACKWARD)
+    alone = {"bias_by_distance", "key_lists", "key_list_block"}  # with others than these
+    assert {*SETTINGS, *lists, *alone, *OF_FORWARD, *lengths} == set(OF_BACKWARD)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -108,6 +108,13 @@ def test_lists_of_blocks() -> None:
     assert by_autograd["block_columns"] is given["block_columns"]
     assert by_autograd["mask_bits"] is given["mask_bits"]
     assert by_autograd["block_rows"] is given["block_rows"] and by_operator["block_rows"] is None
+
+
+def test_lists_of_blocks_of_each_query() -> None:
+    lists = torch.zeros(TOTAL, HEADS, 3, dtype=torch.int32)
+    by_operator, by_autograd = told(key_lists=lists, key_list_block=64, softcap=2.5)
+    assert_same(by_autograd, by_operator)
+    assert by_autograd["key_lists"] is lists and by_autograd["key_list_block"] == 64
 
 
 @pytest.mark.parametrize("without", ["origin", "bias"])

@@ -93,7 +93,8 @@ def _check_attention(case: MaskedCase, seed: int) -> str | None:
     again = run_masked(case, inputs, backward=refused is None)
     if not case.of.deterministic:
         again.dbias = None  # atomic adds sum what pairs share
-    assert_same_bits(again, result, "of the second run", deterministic=case.of.deterministic)
+    order = {"deterministic": case.of.deterministic, "summed": case.summed}
+    assert_same_bits(again, result, "of the second run", **order)
     assert_close(result, *masked_reference(case, inputs))
     return refused
 

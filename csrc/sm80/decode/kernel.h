@@ -328,7 +328,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 
     if (args.scales_scores)
       positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
-    const bool has_list = Traits::has_lists && list.entries != nullptr;
+    const bool has_list = Traits::lists_blocks || (Traits::is_latent && list.entries != nullptr);
     if (has_list) hide_absent_keys(listed[0], scores, tScS, 0, -INFINITY);
     if (!has_list && (key_begin < interior_begin || key_begin + slice > interior_end)) {
       positions.hide(params.window, span, scores, tScS, key_begin);

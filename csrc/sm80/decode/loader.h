@@ -35,7 +35,7 @@ class SliceLoader {
         v_begin(row_pointer<const Cached>(params.v, 0, head, lane_row) + v_column + lane_column),
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
         has_consecutive_rows(has_vector_rows && !converts() && are_consecutive(rows, span.origin) &&
-                             !(Traits::has_lists && list.entries != nullptr)),
+                             !(Traits::is_latent && list.entries != nullptr)),
         list(list) {
     if constexpr (Traits::lists_blocks) {
       blocks = ListedBlocks::of(params.key_list_block);
@@ -59,7 +59,7 @@ class SliceLoader {
     if (Traits::lists_blocks && has_runs) {
       present = run;
       copy_consecutive(stage, place, [&](int row) { return (run >> lane_row >> row & 1) != 0; });
-    } else if (has_consecutive_rows) {
+    } else if (!Traits::lists_blocks && has_consecutive_rows) {
       const KeyPlace first = rows.checked(place, params.errors);
       misses = misses || !first.exists();
       const auto keys = static_cast<unsigned>(span.end - span.begin);
@@ -89,7 +89,9 @@ class SliceLoader {
   static constexpr int rows_per_pass = 32 / chunks_per_row;
   static constexpr int atom_rows = 8;
 
-  CUTE_DEVICE bool has_list() const { return Traits::has_lists && list.entries != nullptr; }
+  CUTE_DEVICE bool has_list() const {
+    return Traits::lists_blocks || (Traits::is_latent && list.entries != nullptr);
+  }
 
   CUTE_DEVICE void read_entry(int key_begin) {
     if constexpr (Traits::lists_blocks) {
