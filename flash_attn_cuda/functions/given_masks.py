@@ -199,6 +199,7 @@ def _have_kernels(call: AttentionCall, lists: Tensor, given: KeyLists) -> bool:
         and call.dropout_p == 0.0
         and not call.deterministic
         and not call.return_max_logits
+        and not (call.deterministic or call.has_fp8_values())
         and call.alibi_slopes is call.leftpad_k is None
         and max(call.head_dim(), call.head_dim_v()) <= _MOST_HEAD_DIM_OF_LISTS
         and call.heads_q() // call.heads_k() <= _MOST_HEADS_OF_LISTS

@@ -336,8 +336,8 @@ def assert_same_bits(
     deterministic: bool = False,
     summed: Collection[str] = ("dq",),
 ) -> None:
-    """All bitwise equal, but what is summed to one rounding unless the call was deterministic: atomic
-    adds sum it in any order.
+    """All bitwise equal, but `summed` to one rounding unless the call was deterministic: these are
+    sums of atomic adds, in any order.
     """
     for name, x in actual.tensors().items():
         y = expected.tensors()[name]
