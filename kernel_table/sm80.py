@@ -96,11 +96,14 @@ SM80_DECODE = (
     ),
     entry(
         Kernel.sm80_decode, 64,
-        block_m=16, block_n=32, num_warps=4,
+        block_m=16, num_warps=4,
         tiles=(
-            tile({"decode": DECODE}, stages_kv=3),
-            tile({"decode_e4m3": DECODE_E4M3}, stages_kv=4, ctas_per_sm=3),
-            tile({"decode_lists": DECODE_LISTS}, stages_kv=2, ctas_per_sm=3),
+            tile({"decode": DECODE}, block_n=32, stages_kv=3),
+            tile({"decode_e4m3": DECODE_E4M3}, block_n=32, stages_kv=4, ctas_per_sm=3),
+            tile(
+                {"decode_lists": DECODE_LISTS},
+                block_n=16, stages_kv=3, ctas_per_sm=3, shares_queries=True,
+            ),
         ),
     ),
     entry(

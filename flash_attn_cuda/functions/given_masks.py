@@ -197,9 +197,7 @@ def _have_kernels(call: AttentionCall, lists: Tensor, given: KeyLists) -> bool:
         and given.queries == 1
         and (given.block >= _LEAST_BLOCK_OF_BACKWARD or not may_be_differentiated(call))
         and call.dropout_p == 0.0
-        and not call.deterministic
-        and not call.return_max_logits
-        and not (call.deterministic or call.has_fp8_values())
+        and not (call.deterministic or call.return_max_logits or call.has_fp8_values())
         and call.alibi_slopes is call.leftpad_k is None
         and max(call.head_dim(), call.head_dim_v()) <= _MOST_HEAD_DIM_OF_LISTS
         and call.heads_q() // call.heads_k() <= _MOST_HEADS_OF_LISTS
