@@ -97,6 +97,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "prefill": (Figure("sm90_prefill", "features prefill"),),
     "latent": (Figure("latent", "features latent"),),
     "masks": (Figure("masks", "masks --parts density,document,bias,sink"),),
+    "lists": (Figure("lists", "masks --parts lists"),),
     "rotary": (Figure("rotary", "rotary --tokens 16384"),),
     # Two contenders alone: of three the one in the middle never follows itself.
     "sdpa": (

@@ -471,6 +471,7 @@ SUITES = {
     "sm90_prefill": "prompts in chunks over a cache",
     "sm90_features": "what each feature costs",
     "masks": "block masks, documents, biases, sinks",
+    "lists": "lists of key blocks of each query beside causal attention",
     "sm90_limits": "long calls beside a matrix product",
     "sm90_joules": "energy of a call",
     "rotary": "rotary embedding",
