@@ -297,7 +297,7 @@ def reference_of(
 
 def lists_of(case: MaskedCase, inputs: MaskedInputs) -> BlockSparsity | None:
     """Made where the inputs are; None where the call shall make them, or has no mask."""
-    if case.mask is None or case.mask.given == "attn_mask":
+    if case.mask is None or case.mask.given in ("attn_mask", "key_lists"):
         return None
     mask = case.arguments(inputs)["block_mask"]
     if isinstance(mask, BlockSparsity):
