@@ -113,7 +113,8 @@ def _is_recorded(args: Sequence[Any]) -> bool:
     """Whether eager autograd makes a graph of it, for which custom_op takes a third of a ms."""
     if is_compiling() or not torch.is_grad_enabled():
         return False
-    return any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    # A list, as a generator is a call for each argument.
+    return bool([x for x in args if isinstance(x, Tensor) and x.requires_grad])
 
 
 def _drops_no_tangent() -> bool:

@@ -184,7 +184,7 @@ def test_what_the_extension_refuses_has_the_words_of_checks(extension: Extension
 
 
 def test_few_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose number is host time that does not depend on the machine: 3,000 where tensors alone pass
+    """Whose number is host time that does not depend on the machine: 2,900 where tensors alone pass
     through torch.func, over 9,000 where all arguments do.
     """
     inputs = tuple(make_inputs())
@@ -198,7 +198,7 @@ def test_few_functions_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     jvp(attend, inputs, inputs)
     profile = cProfile.Profile()
     profile.runcall(jvp, attend, inputs, inputs)
-    assert pstats.Stats(profile).total_calls < 3300
+    assert pstats.Stats(profile).total_calls < 3000
 
 
 # -- dropout that a forward draws ------------------------------------------------------------------
