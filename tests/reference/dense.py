@@ -97,9 +97,7 @@ def attention_with_gradients(
         largest = abs(options.scale(q.shape[-1])) * (longest_q * longest_k).item()
         largest += options.largest_modifier(distance)
         result.noise = noise.largest()
-        # Tensor cores cut the sum off at every 16 terms.
-        largest *= FP32_DOT_NOISE * max(1.0, q.shape[-1] / 128)
-        result.noise |= dict.fromkeys(("lse", "max_logits"), largest)
+        result.noise |= dict.fromkeys(("lse", "max_logits"), FP32_DOT_NOISE * largest)
     return result
 
 
