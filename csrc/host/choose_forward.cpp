@@ -280,7 +280,8 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
       wants_smaller_steps(params, plain.config, prefers_tall ? tall->config : plain.config,
                           short_row->config, device))
     return *short_row;
-  if (prefers_tall || params.max_logits != nullptr) return prefers_tall ? *tall : plain;
+  if (prefers_tall) return *tall;
+  if (params.max_logits != nullptr) return plain;
   request.features |= feature::split_kv;
   const ForwardInstance* over_cache = find_instance(instances, request, device);
   const bool prefers_cache_row =

@@ -7,7 +7,6 @@
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
-#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <tuple>
