@@ -22,6 +22,15 @@ from tests.gpu.gpus import gpus_of_worker, visible_gpus
 from tests.reference.tolerance import Closeness
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Operations of microseconds on several threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     gpu_summary.add_option(parser)
 

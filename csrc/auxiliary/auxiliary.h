@@ -39,11 +39,9 @@ constexpr int preprocess_blocks_per_tile(const BackwardParams& params, int tile_
 }
 
 // softmax_d = rowsum(dO * O) - dlse; lse in powers of two, +inf where a row has no key; zeros for
-// the dQ sum; with dsink, the sums of its blocks' rows.
+// the dQ sum; with dsink, the sums of its blocks' rows, and of those unless the main kernel does
+// it.
 void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
-
-// dsink = the sums of those, of each head. Nothing to do where it is not wanted.
-void sum_sink_gradient(const BackwardPlan& plan, const BackwardParams& params, Stream stream);
 
 // dk, dv = the sums of the splits' fp32 partials. Nothing to do where no partials are left.
 void reduce_dkv(const BackwardPlan& plan, const BackwardParams& params, Stream stream);

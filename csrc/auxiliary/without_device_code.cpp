@@ -25,11 +25,6 @@ void backward_preprocess(const BackwardPlan& /*plan*/, const BackwardParams& /*p
   refuse("backward_preprocess");
 }
 
-void sum_sink_gradient(const BackwardPlan& /*plan*/, const BackwardParams& /*params*/,
-                       Stream /*stream*/) {
-  refuse("sum_sink_gradient");
-}
-
 void reduce_dkv(const BackwardPlan& /*plan*/, const BackwardParams& /*params*/, Stream /*stream*/) {
   refuse("reduce_dkv");
 }

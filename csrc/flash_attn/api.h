@@ -146,8 +146,7 @@ struct SharedTiles {
   std::int64_t more_tickets() const { return places() - count; }
 };
 
-// The backward runs as [sequence table ->] preprocess [-> sum of dsink, sm80] -> main [-> convert]
-// [-> reduce].
+// The backward runs as [sequence table ->] preprocess -> main [-> convert] [-> reduce].
 struct BackwardPlan {
   const BackwardInstance* instance = nullptr;
   Window window;  // as of ForwardPlan
@@ -178,6 +177,7 @@ struct BackwardPlan {
   Buffer<int> additions;   // per head and query tile, or head, where additions to dQ are counted
   Buffer<int> given_back;  // strips that a finishing warp has taken and not come to
   Buffer<float> sink_shares;
+  Buffer<unsigned long long> sink_arrivals;  // of each head, where the preprocess kernel sums those
   Buffer<float> part_sums;
   Buffer<int> part_counters;  // one for each part and warpgroup with dK and dV
   Buffer<float> dk_partial, dv_partial;

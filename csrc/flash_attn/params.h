@@ -332,7 +332,8 @@ struct BackwardParams {
   bool fp32_results = false;  // those three are fp32, whatever dtype
   bool accumulate = false;    // dq, dk and dv are added to; with fp32_results alone
   BiasGradient dbias;
-  float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink; null: not wanted
+  float* dsink = nullptr;     // (num_heads_q), the gradient of score.sink, written if there are
+                              // queries; null: not wanted
   RowView<const float> lse;   // as the forward wrote it
   RowView<const float> dlse;  // gradient of lse; data null: none
   TangentParams tangents;     // given: gradients are those of <dout, tangent of out> + <dlse, that

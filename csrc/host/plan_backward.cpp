@@ -220,6 +220,10 @@ void lay_out(const BackwardParams& params, BackwardPlan& plan) {
     plan.given_back = workspace.add<int>(std::int64_t{finishing_warps} * plan.num_ctas);
   plan.sink_shares =
       workspace.add<float>(std::int64_t{shape.num_heads_q} * plan.sink_shares_per_head);
+  // The main kernels of the sm90 family sum them, if they are launched.
+  const bool sums_shares = config.family == KernelFamily::sm90 && !config.is_wide && plan.grid > 0;
+  if (plan.sink_shares.exists() && !sums_shares)
+    plan.sink_arrivals = workspace.add<unsigned long long>(shape.num_heads_q);
   const std::int64_t places = plan.shared_tiles.places();
   plan.part_sums = workspace.add<float>(places * part_sums(config));
   plan.part_counters = workspace.add<int>(places * part_counters(config));

@@ -5,8 +5,7 @@ namespace flash_attn_cuda {
 
 // Each step launches nothing where its grid is empty, and the others still write their zeros:
 // without queries the main kernel writes dk = dv = 0; without keys the conversion writes dq = 0 or,
-// where the main kernel may write dq, the preprocess kernel; dsink is 0 where there are no numbers
-// to sum.
+// where the main kernel may write dq, the preprocess kernel. Without queries there is no dsink.
 void run_backward(const BackwardPlan& plan, const BackwardParams& given, Stream stream) {
   BackwardParams params = given;
   params.window = plan.window;
@@ -21,10 +20,6 @@ void run_backward(const BackwardPlan& plan, const BackwardParams& given, Stream 
                        .workspace = params.workspace},
                       stream);
   backward_preprocess(plan, params, stream);
-  // The main kernels of the sm90 family do it themselves, if they are launched.
-  const BackwardConfig& config = plan.instance->config;
-  const bool is_sm90 = config.family == KernelFamily::sm90 && !config.is_wide;
-  if (!is_sm90 || plan.grid == 0) sum_sink_gradient(plan, params, stream);
   plan.instance->launch(plan, params, stream);
   if (plan.leaves_sums()) plan.instance->convert_dq(plan, params, stream);
   if (plan.leaves_key_sums()) reduce_dkv(plan, params, stream);

@@ -308,7 +308,10 @@ at::Tensor finish_bias_gradient(const AttentionCall& call, const at::Tensor& wri
 }
 
 at::Tensor allocate_sink_gradient(const AttentionCall& call) {
-  return call.sink.defined() ? allocate(call.sink.sizes(), at::kFloat, call.q) : at::Tensor();
+  if (!call.sink.defined()) return {};
+  // Kernels write it if there are queries.
+  return call.q.numel() > 0 ? allocate(call.sink.sizes(), at::kFloat, call.q)
+                            : at::zeros(call.sink.sizes(), call.q.options().dtype(at::kFloat));
 }
 
 BiasGradient bias_gradient(const AttentionCall& call, const at::Tensor& written) {

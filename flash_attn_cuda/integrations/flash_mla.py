@@ -40,6 +40,7 @@ __getattr__ = refused_names(
 )
 
 _NOT_ROTARY = 8  # columns of zeros for queries without rotary ones
+_GATHERED_NUMBERS = 1 << 24  # of keys whose scores torch computes: 64 MiB, and 32 MiB before
 _OURS = {"v_cache": "k_cache", "qv": "q", "key_lists": "indices"}
 _OF_FP8 = " with is_fp8_kvcache"
 _ROWS_OF = {576: V32_ROWS, 512: LatentFormat.DEEPSEEK_V4}  # by the head_dim of queries
@@ -182,7 +183,9 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
     indexer_topk: int = 0,
-) -> tuple[Tensor, None, Tensor]:
+    *,
+    return_max_logits: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Attention of every query over the rows of kv that its list names.
 
     Args:
@@ -194,11 +197,13 @@ def flash_mla_sparse_fwd(
         attn_sink: (heads_q,), fp32: as in flash_mla_with_kvcache.
         topk_length: (seqlen_q,): how many of a query's list count.
         indexer_topk: 0.
+        return_max_logits: not in FlashMLA, whose kernel has them anyhow. Here torch computes the
+            scores once more, with 128 MiB of memory or what one query's keys take.
 
     Returns:
-        out (seqlen_q, heads_q, d_v), None, lse (seqlen_q, heads_q) in fp32, +inf of a query that
-        sees no key. In FlashMLA the second is the largest score of each row, which no kernel here
-        has.
+        out (seqlen_q, heads_q, d_v), max_logits, lse (seqlen_q, heads_q) in fp32, +inf of a query
+        that sees no key. max_logits, None unless asked for: the largest score of each row,
+        (seqlen_q, heads_q) in fp32, without the sink, -inf of a query that sees no key.
 
     Raises:
         As flash_attn_cuda.flash_attn_with_kvcache. ValueError: d_v is not from 1 to head_dim.
@@ -217,7 +222,8 @@ def flash_mla_sparse_fwd(
         names = {"k_cache": "kv", "v_cache": "kv", "softmax_scale": "sm_scale"}
         raise renamed(error, _OURS | names) from error
     lse = lse.transpose(0, 1)
-    return _with_sink(out, lse, attn_sink), None, _of_flash_mla(lse)
+    largest = _largest_scores(q, kv, lists, sm_scale) if return_max_logits else None
+    return _with_sink(out, lse, attn_sink), largest, _of_flash_mla(lse)
 
 
 def _over_pages(
@@ -312,6 +318,27 @@ def _over_lists(
         key_lists=lists[None],
     )
     return out[0], lse[0]
+
+
+@torch.no_grad()
+def _largest_scores(q: Tensor, kv: Tensor, lists: Tensor, softmax_scale: float) -> Tensor:
+    """fp32 (queries, heads_q), of the rows of kv that lists (queries, heads_k, n) name; they are
+    gathered for some queries at a time.
+    """
+    heads_k, keys_per_list = lists.shape[1:]
+    if len(kv) == 0 or keys_per_list == 0:
+        return q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    some = max(1, _GATHERED_NUMBERS // (heads_k * keys_per_list * kv.shape[-1]))
+    head = torch.arange(heads_k, device=kv.device)[:, None]
+    largest = []
+    for queries, own in zip(q.split(some), lists.split(some), strict=True):
+        keys = kv[own.clamp(min=0).long(), head].float()  # (queries, heads_k, n, head_dim)
+        of_heads = queries.float().unflatten(1, (heads_k, -1))
+        with torch.autocast(q.device.type, enabled=False):
+            scores = (of_heads @ keys.transpose(-1, -2)) * softmax_scale
+        scores = scores.masked_fill(own[:, :, None] < 0, -math.inf)
+        largest.append(scores.amax(-1).flatten(1))
+    return torch.cat(largest)
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Any) -> Tensor:

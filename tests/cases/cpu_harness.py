@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,15 +16,6 @@ from tests.reference import AttentionResult
 SMALL_TILES = Tiling(block_m=16, block_n=24, max_scores=1 << 11)
 SEED, OFFSET = 0x1234_5678_9ABC_DEF, 0x3_0000_0007  # both use more than 32 bits
 RNG_STATE = torch.tensor([SEED, OFFSET])
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiles this small gain nothing from threads, and lose much on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def call_of(case: Features, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> AttentionCall:

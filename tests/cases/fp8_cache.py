@@ -184,10 +184,9 @@ class Fp8Case:
         """Rows of the cache that are written, booleans like its first two dimensions."""
         cache = self.cache
         rows = torch.zeros(given.k_cache.shape[:2], dtype=torch.bool, device=cache.device)
-        new = cache.seqlens_new
-        if new is None:
+        if cache.seqlens_new is None:
             return rows
-        lengths = (new,) * cache.batch if isinstance(new, int) else new
+        lengths = cache.of_each(cache.seqlens_new)
         for index, (used, count) in enumerate(zip(cache.cached, lengths, strict=True)):
             entry = index if cache.batch_idx is None else cache.batch_idx[index]
             at = torch.arange(used, used + count, device=cache.device)
@@ -297,8 +296,8 @@ def check_fp8(
 def assert_fp8_close(
     case: Fp8Case, inputs: Fp8Inputs, actual: AttentionResult, found: list[Any]
 ) -> list[Closeness]:
-    expected = reference_of(case, inputs)
     is_rotated = case.cache.rotary_dim > 0 and case.cache.seqlens_new is not None
+    expected = reference_of(case, inputs, attends=not is_rotated)
     heads = case.cache.num_heads_k
     scales = [
         torch.full((heads,), x, device=actual.out.device) if isinstance(x, float) else x

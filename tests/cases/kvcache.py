@@ -100,6 +100,10 @@ class KvCacheCase(Features):
     def pages_per_entry(self) -> int:
         return -(-self.capacity // (self.page_size or 1))
 
+    def of_each(self, seqlens: int | tuple[int, ...] | None) -> tuple[int, ...]:
+        """Such lengths, one for each sequence."""
+        return seqlens if isinstance(seqlens, tuple) else (seqlens or 0,) * self.batch
+
     def make_inputs(self, seed: int = 0) -> KvCacheInputs:
         """Standard normal values, the same for the same seed and device type; pages in any order.
         Rows of the cache outside every [leftpad, cached), or that no list names, are NaN.
@@ -148,8 +152,7 @@ class KvCacheCase(Features):
         """In a larger tensor, of which all else would show keys; packed with columns too many."""
         if self.tree is None:
             return None
-        queries = self.seqlens_q
-        counts = (queries,) * self.batch if isinstance(queries, int) else queries
+        queries, counts = self.seqlens_q, self.of_each(self.seqlens_q)
         longest = max(counts, default=0)
         trees = [draw_tree(self.tree, n, generator) for n in counts]
         if isinstance(queries, int):
@@ -172,10 +175,7 @@ class KvCacheCase(Features):
     def _with_lists(self, inputs: KvCacheInputs, generator: torch.Generator) -> KvCacheInputs:
         """Lists, and NaN in rows of the cache that none of them names."""
         batch, table, lists = self.batch, inputs.block_table, []
-        queries, new = (
-            n if isinstance(n, tuple) else (n or 0,) * batch
-            for n in (self.seqlens_q, self.seqlens_new)
-        )
+        queries, new = (self.of_each(n) for n in (self.seqlens_q, self.seqlens_new))
         for b, pad in enumerate(self.leftpad or (0,) * batch):
             shape = (queries[b], self.num_heads_k, self.keys_per_list or 0)
             lists.append(draw_lists(shape, self.cached[b] + new[b] - pad, generator))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -72,6 +72,21 @@ def arrange(x: Tensor, layout: Layout) -> Tensor:
 def poisoned(like: Tensor, *shape: int) -> Tensor:
     """NaN of this shape, in the dtype and on the device of `like`."""
     return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
+
+
+def moved(x: Any, device: torch.device | str) -> Any:
+    """Copies of tensors on the device, with their strides and the memory between their elements,
+    and what holds some.
+    """
+    if isinstance(x, Tensor):
+        memory = x.new_empty(0).set_(x.untyped_storage())
+        return memory.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
+    if isinstance(x, dict):
+        return {name: moved(value, device) for name, value in x.items()}
+    if is_dataclass(x) and not isinstance(x, type):
+        own = {field.name: moved(getattr(x, field.name), device) for field in fields(x)}
+        return replace(x, **own)
+    return x
 
 
 def head_dims_text(head_dim: int, value_dim: int) -> str:

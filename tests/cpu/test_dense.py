@@ -24,7 +24,6 @@ from tests.cases.cpu_harness import (
     call_of,
     compute,
     naive_of,
-    one_thread,  # noqa: F401
     reference_of,
 )
 from tests.cases.pairwise import pairwise

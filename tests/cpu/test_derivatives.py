@@ -16,7 +16,7 @@ from torch.library import opcheck
 from flash_attn_cuda import flash_attn_func, flash_attn_varlen_func
 from flash_attn_cuda.call.fields import OF_RESULTS, AttentionCall, Incoming, Tangents
 from flash_attn_cuda.cpu.calls import hvp_on_cpu, jvp_on_cpu
-from tests.cases.cpu_harness import SMALL_TILES, one_thread  # noqa: F401
+from tests.cases.cpu_harness import SMALL_TILES
 from tests.cases.masked import RandomBias, RandomMask, masked_dense, masked_varlen
 from tests.cases.masked_operators import backward_fields, int32
 from tests.cases.memory import PeakBytes

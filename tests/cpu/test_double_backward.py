@@ -14,7 +14,6 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_cuda import flash_attn_func
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.masked_operators import backward_fields
 from tests.cases.operators import gradients_arguments
 from tests.cases.second_order import LEAVES

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_cuda.call.fields import AttentionCall, Incoming, Tangents
 from flash_attn_cuda.cpu import Tiling, backward_on_cpu, forward_on_cpu
 from flash_attn_cuda.cpu.calls import hvp_on_cpu, jvp_on_cpu
-from tests.cases.cpu_harness import RNG_STATE, assert_fp64_close, one_thread  # noqa: F401
+from tests.cases.cpu_harness import RNG_STATE, assert_fp64_close
 from tests.cases.masked import MaskedCase
 from tests.cases.masked_harness import masked_reference, run_masked
 from tests.cases.second_order import LEAVES, call_of_case, tangent_of

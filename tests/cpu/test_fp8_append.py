@@ -15,7 +15,6 @@ from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.call.fp8 import to_e4m3
 from flash_attn_cuda.functions.chunks import attend_over_cache_in_chunks
 from tests.cases.attention import KvCacheCase
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
     APPENDS,
     E4M3,

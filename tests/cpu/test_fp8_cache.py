@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
     E4M3,
     FORMS,

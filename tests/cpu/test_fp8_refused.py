@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 import flash_attn_cuda as ours
 from flash_attn_cuda import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
     E4M3,
     a_cache,

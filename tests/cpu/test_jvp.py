@@ -23,7 +23,6 @@ from flash_attn_cuda.functions.interface import _flash_attn_backward, _flash_att
 from flash_attn_cuda.operators import attention as attention_operators
 from flash_attn_cuda.operators import second_order as second_order_operators
 from flash_attn_cuda.operators.support import is_plain_cuda
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.masked_operators import backward_fields
 from tests.cases.memory import PeakBytes
 from tests.cases.operators import jvp_arguments

@@ -12,7 +12,6 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.small_calls import attend, expected, make_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flash_attn_cuda.call.fields import AttentionCall
 from flash_attn_cuda.cpu import combine, forward_on_cpu
 from tests.cases.attention import KvCacheCase, KvCacheInputs
-from tests.cases.cpu_harness import RNG_STATE, call_of, one_thread  # noqa: F401
+from tests.cases.cpu_harness import RNG_STATE
 from tests.cases.harness import attend_over_cache, check_cache, reference_of_cache
 from tests.cases.kvcache import CACHE_AXES, QUERIES, TREES, cache_case
 from tests.cases.pairwise import pairwise

@@ -18,7 +18,6 @@ from flash_attn_cuda import (
     latent_views,
     quantize_latent,
 )
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.fp8_cache import (
     E4M3,
     TOKEN_FORMS,

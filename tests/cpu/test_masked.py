@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn_cuda import BlockSparsity, flash_attn_func, masks
 from tests.cases.attention import Alibi
-from tests.cases.cpu_harness import assert_fp64_close, one_thread  # noqa: F401
+from tests.cases.cpu_harness import assert_fp64_close
 from tests.cases.masked import (
     OWN,
     MaskedCase,

@@ -14,7 +14,6 @@ from flash_attn_cuda.installed import build_info
 from flash_attn_cuda.masks.of_call import lists_without_repeats
 from flash_attn_cuda.operators.derivatives import run_operator
 from tests.cases.attention import AttentionCase, VarlenCase
-from tests.cases.cpu_harness import one_thread  # noqa: F401
 from tests.cases.masked import MaskedCase, RandomMask, masked_dense, masked_varlen
 from tests.cases.masked_harness import masked_reference
 from tests.reference import attention_with_gradients

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_cuda.cpu.philox import _philox, dropout_threshold, keep_mask, keep_scale
 from tests import reference
-from tests.cases.cpu_harness import OFFSET, RNG_STATE, SEED, one_thread  # noqa: F401
+from tests.cases.cpu_harness import OFFSET, RNG_STATE, SEED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

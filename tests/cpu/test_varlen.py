@@ -18,7 +18,6 @@ from tests.cases.cpu_harness import (
     call_of_inputs,
     compute,
     naive_of,
-    one_thread,  # noqa: F401
     reference_of,
 )
 from tests.cases.pairwise import pairwise

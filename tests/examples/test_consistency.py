@@ -27,13 +27,7 @@ TINY = DiffusionPreset(DiffusionConfig(2, 32, 2, 8, 2, len(KINDS)), 8, 40, 5e-3)
 OPTIONS = "--device cpu --steps 3 --image-size 8 --batch-size 4 --compare --picture"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Operations of microseconds on several threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(attention: str, steps: int, seed: int = 1) -> list[float]:

@@ -20,12 +20,7 @@ PROMPTS = [b"The with statement", b"A", b"class Operator:\n"]
 TINY = GPTConfig(layers=2, width=64, heads=2, seqlen=48)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -31,13 +31,7 @@ CPU = torch.device("cpu")
 TINY = Preset(GPTConfig(layers=2, width=64, heads=2, seqlen=32), 4, 30, 1e-2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Operations of microseconds on several threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -64,6 +64,15 @@ class CacheCall:
     def __str__(self) -> str:
         return f"{self.case}-splits{self.num_splits}"
 
+    @property
+    def cache(self) -> KvCacheCase:
+        return self.case.cache if isinstance(self.case, Fp8Case) else self.case
+
+    def on(self, device: str) -> CacheCall:
+        cache = replace(self.cache, device=device)
+        is_fp8 = isinstance(self.case, Fp8Case)
+        return replace(self, case=replace(self.case, cache=cache) if is_fp8 else cache)
+
 
 RandomCall: TypeAlias = MaskedCase | CacheCall | DerivativeCall
 

@@ -234,6 +234,12 @@ def test_queries_without_a_key() -> None:
     )
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 70), (70, 0)])
+def test_sinks_without_queries_or_keys(check: Check, seqlen_q: int, seqlen_k: int) -> None:
+    of = make_case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_k=2)
+    check(MaskedCase(of, None, None, torch.float32))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_gradient_of_a_sink_repeats(deterministic: bool) -> None:
     """Bit for bit, whether or not that is asked of dq too."""

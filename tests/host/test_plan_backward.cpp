@@ -158,6 +158,20 @@ TEST(a_fixed_order_adds_its_counters_and_nothing_else) {
   CHECK_EQ(ordered.workspace_bytes - free.workspace_bytes, counters * sizeof(int));
 }
 
+// Main kernels of the sm90 family sum the shares, if they are launched.
+TEST(the_last_block_of_a_head_sums_a_sinks_gradient) {
+  auto params = with_tensors(call<BackwardParams>(training));
+  CHECK(!plan_backward(params, h200, backward_table()).sink_arrivals.exists());
+  give_sink(params);
+  CHECK_EQ(plan_backward(params, h200, backward_table()).sink_arrivals.count,
+           params.shape.num_heads_q);
+  CHECK(!plan_backward(params, h200, sm90_backward_table()).sink_arrivals.exists());
+  params.shape.seqlen_k = 0;
+  const BackwardPlan without_keys = plan_backward(params, h200, sm90_backward_table());
+  CHECK_EQ(without_keys.grid, 0);
+  CHECK_EQ(without_keys.sink_arrivals.count, params.shape.num_heads_q);
+}
+
 TEST(a_sinks_gradient_adds_its_shares_and_nothing_else) {
   auto params = call<BackwardParams>(training, causal);
   const BackwardPlan without = plan_backward(params, h200, backward_table());
@@ -171,7 +185,7 @@ TEST(a_sinks_gradient_adds_its_shares_and_nothing_else) {
   // 16 lanes a row of 128: blocks of 16 rows.
   CHECK_EQ(with.sink_shares_per_head, 4 * 4096 / 16);
   CHECK_EQ(with.workspace_bytes - without.workspace_bytes,
-           std::size_t{16} * 4 * 4096 / 16 * sizeof(float));
+           std::size_t{16} * 4 * 4096 / 16 * sizeof(float) + 256);  // and a counter for each head
   params.shape.seqlen_q = 0;
   CHECK_EQ(plan_backward(params, h200, backward_table()).sink_shares_per_head, 0);
 

@@ -95,10 +95,6 @@ void backward_preprocess(const BackwardPlan&, const BackwardParams& params, Stre
   note("preprocess", params.window);
 }
 
-void sum_sink_gradient(const BackwardPlan&, const BackwardParams& params, Stream) {
-  if (params.dsink != nullptr) note("sink", params.window);
-}
-
 void reduce_dkv(const BackwardPlan&, const BackwardParams& params, Stream) {
   note("reduce", params.window);
 }
@@ -266,33 +262,12 @@ TEST(dq_is_converted_unless_the_main_kernel_has_written_it) {
   CHECK_EQ(steps(1024, true), "preprocess main ");    // in order
 }
 
-TEST(a_sinks_gradient_is_summed_behind_its_shares) {
+TEST(a_sinks_gradient_takes_no_launch) {
   static float dsink;
   auto params = call<BackwardParams>(shape);
   params.score.sink = &some_float;
   params.dsink = &dsink;
-  CHECK_EQ(run(params).steps, "preprocess sink main convert reduce ");
-  params.shape.seqlen_q = 0;  // where it is 0
-  CHECK_EQ(run(params).steps, "preprocess sink main convert ");
-}
-
-TEST(main_kernels_of_the_sm90_family_sum_a_sinks_gradient) {
-  const InstanceList<BackwardInstance> table({noting(sm90_backward_instance("sm90", 64))});
-  static float dsink;
-  AttentionShape wanted = shape;
-  wanted.num_heads_k = wanted.num_heads_q;
-  wanted.seqlen_k = 1024;
-  auto params = with_tensors(call<BackwardParams>(wanted));
-  params.score.sink = &some_float;
-  params.dsink = &dsink;
-  record() = {};
-  BackwardPlan plan = plan_backward(params, h200, table);
-  run_backward(plan, params, nullptr);
-  CHECK_EQ(record().steps, "preprocess main convert ");
-  plan.grid = 0;  // nothing is launched
-  record() = {};
-  run_backward(plan, params, nullptr);
-  CHECK(record().steps.starts_with("preprocess sink "));
+  CHECK_EQ(run(params).steps, "preprocess main convert reduce ");
 }
 
 TEST(a_packed_backward_makes_its_table_first) {
@@ -338,13 +313,9 @@ TEST(derivatives_in_a_direction_run_the_steps_of_their_pass) {
     run_backward(plan_backward(params, h200, hvps), params, nullptr);
     return record().steps;
   };
-  static float dsink;
   auto backward = with_tensors(call<BackwardParams>(shape));
   CHECK_EQ(steps_of_hvp(backward), "preprocess main convert reduce ");
   backward.shape.num_heads_k = backward.shape.num_heads_q;
   backward.deterministic = true;
   CHECK_EQ(steps_of_hvp(backward), "preprocess main convert ");
-  backward.score.sink = &some_float;
-  backward.dsink = &dsink;
-  CHECK_EQ(steps_of_hvp(backward), "preprocess sink main convert ");
 }

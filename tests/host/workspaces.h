@@ -46,6 +46,7 @@ inline void check_backward_workspace(const BackwardPlan& plan, const BackwardPar
   holds(has_parts, plan.part_counters, places * config.ctas_per_tile * 2);
   holds(params.dsink != nullptr, plan.sink_shares,
         std::size_t(shape.num_heads_q) * plan.sink_shares_per_head);
+  holds(plan.sink_arrivals.exists(), plan.sink_arrivals, shape.num_heads_q);
   holds(has_splits, plan.dk_partial, partial_rows * config.head_dim);
   holds(has_splits, plan.dv_partial, partial_rows * config.head_dim_v);
   if (plan.table.used()) buffers.push_back(bytes_of_table(plan.table));

@@ -48,7 +48,7 @@ def attention_with_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dout: Tensor,
+    dout: Tensor | None = None,
     dlse: Tensor | None = None,
     *,
     options: AttentionOptions = PLAIN,
@@ -58,7 +58,8 @@ def attention_with_gradients(
     """Forward and backward in `compute_dtype`, in chunks of heads and queries so that long
     sequences fit.
 
-    dout has the shape of out, dlse that of lse; dlse None means that nothing uses lse.
+    dout has the shape of out, dlse that of lse; dlse None means that nothing uses lse, dout None
+    that there is no backward.
 
     The result's `noise` estimates what rounding dot products to fp32 does to lse and gradients. For
     the latter it matters where dS = P * (dP - D + dlse) cancels: with one visible key dP equals D,
@@ -68,22 +69,27 @@ def attention_with_gradients(
     lanes, given = Lanes.of(q, k, v), replace(options, **features)
     options, distance = lanes.options(given), lanes.distances()
     dout_lanes, dlse_lanes = lanes.output_lanes(dout), lanes.row_lanes(dlse)
-    sums = _Sums.of(lanes, options, compute_dtype)
-    noise = _Sums.of(lanes, options, compute_dtype)
+    has_backward = dout_lanes is not None
+    sums = _Sums.of(lanes, options, compute_dtype, has_backward)
+    noise = _Sums.of(lanes, options, compute_dtype, True) if has_backward else None
     for chunk in lanes.chunks():
-        k_leaf, v_leaf = (x[chunk].to(compute_dtype).requires_grad_() for x in (lanes.k, lanes.v))
+        k_leaf, v_leaf = (
+            x[chunk].to(compute_dtype).requires_grad_(has_backward) for x in (lanes.k, lanes.v)
+        )
         for rows in lanes.query_chunks():
             at = (chunk, slice(None), rows)
-            q_leaf = lanes.q[at].to(compute_dtype).requires_grad_()
-            part = _part(options, chunk, rows).with_leaves(compute_dtype)
+            q_leaf = lanes.q[at].to(compute_dtype).requires_grad_(has_backward)
+            part = _part(options, chunk, rows).with_leaves(compute_dtype, has_backward)
             out, lse, largest = attend(q_leaf, k_leaf, v_leaf, part, distance[rows])
+            sums.out[at], sums.lse[at] = out.detach(), lse.detach()
+            sums.max_logits[chunk] = sums.max_logits[chunk].maximum(largest)
+            if dout_lanes is None or noise is None:
+                continue
             outputs, incoming = [out], [dout_lanes[at].to(compute_dtype)]
             if dlse_lanes is not None:
                 outputs.append(lse)
                 incoming.append(dlse_lanes[at].to(compute_dtype))
             leaves = {"q": q_leaf, "k": k_leaf, "v": v_leaf, **part.leaves()}
-            sums.out[at], sums.lse[at] = out.detach(), lse.detach()
-            sums.max_logits[chunk] = sums.max_logits[chunk].maximum(largest)
             sums.add(at, outputs, leaves, incoming)
             row_error = 2 * FP32_DOT_NOISE * incoming[0].norm(dim=-1) * sums.out[at].norm(dim=-1)
             if options.dropout_p > 0.0 or options.sink is not None:
@@ -96,7 +102,7 @@ def attention_with_gradients(
         longest_q, longest_k = (x.norm(dim=-1, dtype=torch.float64).max() for x in (q, k))
         largest = abs(options.scale(q.shape[-1])) * (longest_q * longest_k).item()
         largest += options.largest_modifier(distance)
-        result.noise = noise.largest()
+        result.noise = noise.largest() if noise else {}
         result.noise |= dict.fromkeys(("lse", "max_logits"), FP32_DOT_NOISE * largest)
     return result
 
@@ -105,7 +111,7 @@ def low_precision(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dout: Tensor,
+    dout: Tensor | None = None,
     dlse: Tensor | None = None,
     *,
     options: AttentionOptions = PLAIN,
@@ -121,20 +127,24 @@ def low_precision(
     lanes, given = Lanes.of(q, k, v), replace(options, **features)
     options, distance = lanes.options(given), lanes.distances()
     dout_lanes, dlse_lanes = lanes.output_lanes(dout), lanes.row_lanes(dlse)
-    sums = _Sums.of(lanes, options, q.dtype)
+    has_backward = dout_lanes is not None
+    sums = _Sums.of(lanes, options, q.dtype, has_backward)
     for chunk in lanes.chunks():
         q_leaf, k_leaf, v_leaf = (
-            x[chunk].clone().requires_grad_() for x in (lanes.q, lanes.k, lanes.v)
+            x[chunk].detach().requires_grad_(has_backward) for x in (lanes.q, lanes.k, lanes.v)
         )
-        part = replace(_part(options, chunk).with_leaves(q.dtype), softmax_scale=1.0)
+        part = _part(options, chunk).with_leaves(q.dtype, has_backward)
+        part = replace(part, softmax_scale=1.0)
         scaled = k_leaf * options.scale(q.shape[-1])
         out, lse, _ = attend(q_leaf, scaled, v_leaf, part, distance)
+        at = (chunk, slice(None), slice(None))
+        sums.out[at], sums.lse[at] = out.detach(), lse.detach()
+        if dout_lanes is None:
+            continue
         outputs, incoming = [out], [dout_lanes[chunk]]
         if dlse_lanes is not None:
             outputs.append(lse)
             incoming.append(dlse_lanes[chunk].to(q.dtype))
-        at = (chunk, slice(None), slice(None))
-        sums.out[at], sums.lse[at] = out.detach(), lse.detach()
         sums.add(at, outputs, {"q": q_leaf, "k": k_leaf, "v": v_leaf, **part.leaves()}, incoming)
     return sums.result(lanes, given)
 
@@ -155,8 +165,12 @@ class _Sums:
     gradients: dict[str, Tensor]
 
     @classmethod
-    def of(cls, lanes: Lanes, options: AttentionOptions, dtype: torch.dtype) -> _Sums:
+    def of(
+        cls, lanes: Lanes, options: AttentionOptions, dtype: torch.dtype, has_backward: bool
+    ) -> _Sums:
         leaves = {"q": lanes.q, "k": lanes.k, "v": lanes.v, **options.leaves()}
+        if not has_backward:
+            leaves = {}
         return cls(
             out=lanes.zero_outputs().to(dtype),
             lse=torch.full_like(lanes.q[..., 0], -torch.inf, dtype=dtype),

@@ -5,14 +5,16 @@ and scaled, and attention over a cache of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.reference.kvcache import CacheTensors, kvcache_reference, rotate
+from tests.reference.kvcache import CacheTensors, kvcache_reference, rotate_exactly
 from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
 from tests.reference.parts import told_apart
+from tests.reference.varlen import places_of
 
 LARGEST = 448.0
 
@@ -26,12 +28,19 @@ def numbers() -> Tensor:
     return torch.where(exponent == 0, mantissa.double() * 2.0**-9, normal)
 
 
+@lru_cache
+def _numbers_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The middles between numbers(), and the numbers of all 256 bytes."""
+    table = numbers()
+    half = torch.cat([table, torch.tensor([torch.nan], dtype=torch.float64)])
+    return ((table[1:] + table[:-1]) / 2).to(device), torch.cat([half, -half]).to(device)
+
+
 def to_bytes(x: Tensor) -> Tensor:
     """The bytes (uint8) of the numbers nearest to x, of which the even one in a tie; saturated. NaN
     is 0x7f of its sign.
     """
-    table = numbers().to(x.device)
-    middles = (table[1:] + table[:-1]) / 2
+    middles, _ = _numbers_on(x.device)
     magnitude = x.double().abs().nan_to_num(0.0, posinf=LARGEST)
     below = torch.searchsorted(middles, magnitude.contiguous(), right=False)
     in_tie = (below < 126) & (middles[below.clamp(max=125)] == magnitude)
@@ -42,9 +51,7 @@ def to_bytes(x: Tensor) -> Tensor:
 
 def from_bytes(code: Tensor) -> Tensor:
     """Their numbers in fp64."""
-    table = torch.cat([numbers(), torch.tensor([torch.nan], dtype=torch.float64)]).to(code.device)
-    magnitude = table[code.long() & 127]
-    return torch.where(code > 127, -magnitude, magnitude)
+    return _numbers_on(code.device)[1][code.int()]
 
 
 def scaled_down(x: Tensor, scale: Tensor) -> Tensor:
@@ -106,6 +113,7 @@ def fp8_cache_reference(
     rotary_interleaved: bool = True,
     written: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None,
     options: AttentionOptions = PLAIN,
+    attends: bool = True,
     **others: Any,
 ) -> Fp8CacheResult:
     """What flash_attn_with_kvcache computes over caches of e4m3; changes none of its arguments.
@@ -115,12 +123,12 @@ def fp8_cache_reference(
     many columns each, or bytes of e8m0. values_include_rope: k's columns are values behind v's. q
     is of the dtype of products. New keys are rotated and rounded to their dtype, then quantized.
     `written`: caches and scales that are attended to instead of those that the reference writes,
-    where a rotation in fp32 may have come out one number off. Other arguments are
-    kvcache_reference's.
+    where a rotation in fp32 may have come out one number off. Without `attends` expected and naive
+    stay empty. Other arguments are kvcache_reference's.
     """
     tensors, features = told_apart(CacheTensors, others)
     options = replace(options, **features)
-    q, capacity, device = tensors.q, tensors.capacity, tensors.q.device
+    q, device = tensors.q, tensors.q.device
     tables = (tensors.rotary_cos, tensors.rotary_sin)
     caches = {"k": _stored(tensors.k_cache).clone(), "v": _stored(tensors.v_cache).clone()}
     are_powers = v_descale is not None and v_descale.dtype == torch.float8_e8m0fnu
@@ -129,14 +137,16 @@ def fp8_cache_reference(
     given_scales = {"k": k_descale, "v": v_descale}
     scales = {name: x.clone() for name, x in given_scales.items() if x is not None}
     appended = torch.zeros(tensors.k_cache.shape[:2], dtype=torch.bool, device=device)
-    lengths, places, exact_q = [], [], torch.empty_like(q, dtype=torch.float64)
-    for sequence in tensors.sequences():
+    places, exact_q = [], torch.empty_like(q, dtype=torch.float64)
+    sequences = list(tensors.sequences())
+    lengths = [sequence.used + len(sequence.new_k) for sequence in sequences]
+    longest = max(lengths, default=0)
+    for sequence in sequences:
         new_k, new_v = sequence.new_k, sequence.new_v
         positions = sequence.used + torch.arange(len(new_k), device=device)
-        lengths.append(sequence.used + len(positions))
-        places.append(_places(tensors, sequence.entry))
-        turned = rotate(new_k.double(), *tables, positions, rotary_interleaved).to(new_k.dtype)
-        where = tuple(x[positions] for x in places[-1])
+        places.append(_places(tensors, sequence.entry, longest))
+        turned = rotate_exactly(new_k, *tables, positions, rotary_interleaved)
+        where = tuple(x[sequence.used : lengths[sequence.index]] for x in places[-1])
         for name, new in (("k", turned), ("v", new_v)):
             if name not in scales:
                 caches[name][where] = new
@@ -152,8 +162,7 @@ def fp8_cache_reference(
         positions = torch.full((len(queries),), sequence.used, device=device)
         if options.moves_with_queries or tensors.tree_mask is not None:
             positions += torch.arange(len(positions), device=device)
-        turned = rotate(queries.double(), *tables, positions, rotary_interleaved).to(q.dtype)
-        own = turned.double()
+        own = rotate_exactly(queries, *tables, positions, rotary_interleaved).double()
         if q_descale is not None:
             of_heads = q_descale if q_descale.dim() == 1 else q_descale[sequence.index]
             group = q.shape[-2] // len(of_heads)
@@ -167,7 +176,7 @@ def fp8_cache_reference(
         read = {name: _stored(x) for name, x in zip("kv", written[:2], strict=True)}
         times = {name: x for name, x in zip("kv", written[2:], strict=True) if x is not None}
     for name, cache in read.items():
-        parts = [cache.new_zeros(0, capacity, *cache.shape[2:]).double()]
+        parts = [cache.new_zeros(0, longest, *cache.shape[2:]).double()]
         for index, place in enumerate(places):
             part = cache[place]
             if name in times:
@@ -186,9 +195,10 @@ def fp8_cache_reference(
         given["qv"] = None
     given |= {"q": exact_q, "k_cache": dense["k"], "v_cache": dense["v"], "options": options}
     given["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
-    expected = kvcache_reference(**given).expected
     half = {name: given[name].to(q.dtype) for name in ("q", "k_cache", "v_cache")}
-    naive = kvcache_reference(**given | half).naive
+    wanted = (["expected"], ["naive"]) if attends else ([], [])
+    expected = kvcache_reference(**given, wanted=wanted[0]).expected
+    naive = kvcache_reference(**given | half, wanted=wanted[1]).naive
     return Fp8CacheResult(
         expected, naive, caches["k"], caches["v"], scales.get("k"), scales["v"], appended
     )
@@ -199,15 +209,13 @@ def _stored(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _places(tensors: CacheTensors, entry: int) -> tuple[Tensor, Tensor]:
-    """First two indices into the cache of a sequence's rows. Table entries that are no page become
-    page 0: nothing of it is used.
+def _places(tensors: CacheTensors, entry: int, longest: int) -> tuple[Tensor, Tensor]:
+    """First two indices into the cache of a sequence's first rows. Table entries that are no page
+    become page 0: nothing of it is used.
     """
-    row = torch.arange(tensors.capacity, device=tensors.q.device)
-    if tensors.block_table is None:
-        return torch.full_like(row, entry), row
-    rows, pages = tensors.k_cache.shape[1], tensors.block_table[entry].long()
-    return pages[row // rows].clamp(min=0), row % rows
+    rows = torch.arange(longest, device=tensors.q.device)
+    page, row = places_of(rows, entry, tensors.k_cache.shape[1], tensors.block_table)
+    return page.clamp(min=0), row
 
 
 def _scale_of(scales: Tensor, index: int, where: tuple[Tensor, Tensor], columns: int) -> Tensor:

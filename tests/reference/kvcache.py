@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.reference.dense import attention_with_gradients, low_precision
 from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
 from tests.reference.parts import bias_of_lists, mask_of_tree, told_apart, with_qv
-from tests.reference.varlen import dense_keys
+from tests.reference.varlen import dense_keys, places_of
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,27 @@ class CacheTensors:
 
     def sequences(self) -> Iterator[_Sequence]:
         empty = tuple(x.new_zeros(0, *x.shape[2:]) for x in (self.k_cache, self.v_cache))
-        starts, starts_new = self.cu_seqlens_q, self.cu_seqlens_k_new
-        starts_new = starts if starts_new is None else starts_new
+        batch = self.batch
 
-        def value(of: int | Tensor | None, index: int, default: int) -> int:
+        def values(of: int | Tensor | None, default: list[int]) -> list[int]:
             if isinstance(of, Tensor):
-                return int(of[index])
-            return default if of is None else of
+                found: list[int] = of.tolist()
+                return found
+            return default if of is None else [of] * batch
 
-        for index in range(self.batch):
+        starts = values(self.cu_seqlens_q, [])
+        starts_new = values(self.cu_seqlens_k_new, starts)
+        entries = values(self.cache_batch_idx, list(range(batch)))
+        used = values(self.cache_seqlens, [self.capacity] * batch)
+        leftpads = values(self.cache_leftpad, [0] * batch)
+        for index in range(batch):
             queries, rows = slice(index, index + 1), (slice(index, index + 1), slice(None))
-            if starts is not None:
-                queries = slice(*starts[index : index + 2].tolist())
+            if starts:
+                queries = slice(*starts[index : index + 2])
                 rows = (slice(None), queries)
             new_k, new_v = empty
             if self.k is not None and self.v is not None:
-                at = index if starts_new is None else slice(*starts_new[index : index + 2].tolist())
+                at = slice(*starts_new[index : index + 2]) if starts_new else index
                 new_k, new_v = self.k[at], self.v[at]
             yield _Sequence(
                 index=index,
@@ -75,9 +80,9 @@ class CacheTensors:
                 rows=rows,
                 new_k=new_k,
                 new_v=new_v,
-                entry=value(self.cache_batch_idx, index, index),
-                used=value(self.cache_seqlens, index, self.capacity),
-                leftpad=value(self.cache_leftpad, index, 0),
+                entry=entries[index],
+                used=used[index],
+                leftpad=leftpads[index],
             )
 
 
@@ -119,6 +124,11 @@ def rotate(
     return torch.cat([turned, rest], -1)
 
 
+def rotate_exactly(x: Tensor, cos: Tensor | None, *others: Any) -> Tensor:
+    """rotate in fp64, rounded to x's dtype."""
+    return x if cos is None else rotate(x.double(), cos, *others).to(x.dtype)
+
+
 def kvcache_reference(
     q: Tensor,
     k_cache: Tensor,
@@ -126,10 +136,11 @@ def kvcache_reference(
     *,
     rotary_interleaved: bool = True,
     options: AttentionOptions = PLAIN,
+    wanted: Collection[str] = ("expected", "naive"),
     **others: Any,
 ) -> KvCacheResult:
     """What flash_attn_with_kvcache computes; changes none of its arguments, of which `others`
-    are CacheTensors, and fields of `options`.
+    are CacheTensors, and fields of `options`. Of results that are not `wanted` rows stay empty.
 
     Sequence b has its keys in batch entry (or row of block_table) cache_batch_idx[b], b by default,
     from row cache_leftpad[b] to cache_seqlens[b] (default: the capacity). k and v are appended
@@ -145,8 +156,8 @@ def kvcache_reference(
     result = KvCacheResult(
         expected=_empty(q, v_cache, torch.float64),
         naive=_empty(q, v_cache, q.dtype),
-        k_cache=k_cache.clone(),
-        v_cache=v_cache.clone(),
+        k_cache=k_cache if tensors.k is None else k_cache.clone(),
+        v_cache=v_cache if tensors.v is None else v_cache.clone(),
         appended=torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=k_cache.device),
     )
     for sequence in tensors.sequences():
@@ -161,14 +172,13 @@ def kvcache_reference(
             queries_at += torch.arange(len(queries), device=q.device)
 
         exact = [
-            rotate(x.double(), *tables, positions, rotary_interleaved).to(x.dtype)
+            rotate_exactly(x, *tables, positions, rotary_interleaved)
             for x, positions in ((queries, queries_at), (new_k, appended_at))
         ]
-        for step, position in enumerate(appended_at.tolist()):
-            place = _place(position, sequence.entry, k_cache.shape[1], block_table)
-            result.k_cache[place] = exact[1][step]
-            result.v_cache[place] = new_v[step]
-            result.appended[place] = True
+        if len(new_k) > 0:
+            places = places_of(appended_at, sequence.entry, k_cache.shape[1], block_table)
+            result.k_cache[places], result.v_cache[places] = exact[1], new_v
+            result.appended[places] = True
 
         seqlen_k = used + len(new_k) - begin
         part = options.of_sequence(sequence.index, len(queries), seqlen_k)
@@ -181,26 +191,31 @@ def kvcache_reference(
             part = replace(part, bias=bias)
             nowhere = (bias[0] == -torch.inf).flatten(0, 1).all(0)
         old = [dense_keys(x, sequence.entry, begin, used, block_table) for x in (k_cache, v_cache)]
+        values = torch.cat([old[1], new_v])[None]
+        if key_lists is not None:
+            values = values.masked_fill(nowhere[:, None, None], 0.0)
+        shape = (1, *queries.shape[:-1], values.shape[-1])
+        queries_of_values = None if qv is None else qv[sequence.queries].reshape(shape)
         naive = [
             rotate(x, *tables, positions, rotary_interleaved)
             for x, positions in ((queries, queries_at), (new_k, appended_at))
         ]
-        for run, target, (turned, new) in (
-            (attention_with_gradients, result.expected, exact),
-            (low_precision, result.naive, naive),
+        for name, run, (turned, new) in (
+            ("expected", attention_with_gradients, exact),
+            ("naive", low_precision, naive),
         ):
+            if name not in wanted:
+                continue
+            target = getattr(result, name)
             keys = torch.cat([old[0], new])[None]
-            values = torch.cat([old[1], new_v])[None]
             if key_lists is not None:
-                keys, values = (x.masked_fill(nowhere[:, None, None], 0.0) for x in (keys, values))
-            dout = turned.new_zeros(1, *turned.shape[:-1], values.shape[-1])
-            queries_of_values = None if qv is None else qv[sequence.queries].reshape(dout.shape)
+                keys = keys.masked_fill(nowhere[:, None, None], 0.0)
             products = with_qv(turned[None], keys, values, queries_of_values)
-            attended = run(*products, values, dout, options=part)
+            attended = run(*products, values, options=part)
             target.out[sequence.queries] = attended.out.view(target.out[sequence.queries].shape)
             target.lse[sequence.rows] = attended.lse.view(target.lse[sequence.rows].shape)
-            for name, value in attended.noise.items():
-                target.noise[name] = max(target.noise.get(name, 0.0), value)
+            for of, value in attended.noise.items():
+                target.noise[of] = max(target.noise.get(of, 0.0), value)
             if tables[0] is not None and turned.numel() > 0 and keys.numel() > 0:
                 # Rotated in fp32, an element near the middle of two numbers may round to the other.
                 other = torch.finfo(q.dtype).eps * turned.abs().max() * keys.abs().max()
@@ -225,10 +240,3 @@ def _empty(q: Tensor, v: Tensor, dtype: torch.dtype) -> AttentionResult:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
     lse = torch.full_like(out[..., 0].transpose(-1, -2), -torch.inf)
     return AttentionResult(out=out, lse=lse)
-
-
-def _place(position: int, entry: int, rows: int, block_table: Tensor | None) -> tuple[int, int]:
-    """First two indices into the cache of a sequence's row `position`."""
-    if block_table is None:
-        return entry, position
-    return int(block_table[entry, position // rows]), position % rows

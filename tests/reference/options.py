@@ -80,10 +80,10 @@ class AttentionOptions:
 
         return self.each(lambda x: x[index] if x.dim() == 2 else x, of_pairs)
 
-    def with_leaves(self, dtype: torch.dtype) -> AttentionOptions:
-        """The same to be differentiated by."""
+    def with_leaves(self, dtype: torch.dtype, requires_grad: bool) -> AttentionOptions:
+        """The same in that dtype, to be differentiated by."""
         copies = {name: x.detach().to(dtype, copy=True) for name, x in self.leaves().items()}
-        return replace(self, **{name: x.requires_grad_() for name, x in copies.items()})
+        return replace(self, **{n: x.requires_grad_(requires_grad) for n, x in copies.items()})
 
     def checked(self) -> AttentionOptions:
         """The same with a mask where a bias hides keys."""
@@ -185,7 +185,7 @@ def attend(
     largest visible score (L, G), -inf of none.
     """
     visible, sink = options.visible(distance), options.sink
-    keyless = ~visible.any(-1)  # (1, 1, Sq) or (L, G, Sq)
+    hidden, keyless = ~visible, ~visible.any(-1)  # (1, 1, Sq) or (L, G, Sq)
     # Rows whose denominator is 0: without a key, and without a sink.
     closed = keyless if sink is None else keyless & (sink == -torch.inf)[..., None]
     if k.shape[1] == 0:
@@ -195,7 +195,7 @@ def attend(
         zero = q.sum(-1) * 0.0 + nothing
         largest = q.new_full(q.shape[:2], -torch.inf)
         return zero[..., None].expand(*zero.shape, v.shape[-1]), lse + zero, largest
-    scores = torch.einsum("lgmd,lnd->lgmn", q, k)
+    scores = _product("lgmd,lnd->lgmn", q, k)
     scale = options.scale(q.shape[-1])
     if scale != 1.0:
         scores = scores * scale
@@ -206,19 +206,18 @@ def attend(
         # A large bias that a whole row shares does not matter to its softmax. Taken out before the
         # scores are rounded to their dtype, it cannot make the naive computation a bad yardstick.
         slope = -options.alibi_slopes[..., None, None].double() * distance.abs()
-        seen = slope.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+        seen = slope.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
         row_shift = seen.masked_fill(keyless[..., None], 0.0)
         scores = scores + (slope - row_shift).to(scores.dtype)
     if options.bias is not None:
         scores = scores + options.bias
-    seen = scores.detach().masked_fill(~visible, -torch.inf)
-    if row_shift is not None:
-        seen = seen + row_shift
-    largest = torch.nn.functional.pad(seen.flatten(2), (1, 0), value=-torch.inf).amax(-1)
-    largest = largest.to(scores.dtype)
+    seen = scores.detach().masked_fill(hidden, -torch.inf)
+    largest = q.new_full(q.shape[:2], -torch.inf)
+    if q.shape[2] > 0:
+        largest = (seen if row_shift is None else seen + row_shift).amax((-2, -1)).to(scores.dtype)
     # A row of -inf alone has no softmax; such rows keep their scores and are cleared afterwards,
     # gradients included.
-    scores = scores.masked_fill(~visible & ~closed[..., None], -torch.inf)
+    scores = scores.masked_fill(hidden & ~closed[..., None], -torch.inf)
     if sink is not None:
         column = sink[..., None, None].expand(*scores.shape[:-1], 1)
         if row_shift is not None:
@@ -231,4 +230,13 @@ def attend(
     probs = torch.softmax(scores, -1).masked_fill(closed[..., None], 0.0)[..., : k.shape[1]]
     if options.dropout_p > 0.0:
         probs = probs.masked_fill(~options.keep_mask, 0.0) * options.keep_scale()
-    return torch.einsum("lgmn,lnd->lgmd", probs, v), lse, largest
+    return _product("lgmn,lnd->lgmd", probs, v), lse, largest
+
+
+def _product(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """Sums of fp16 are in fp32 and then rounded, as on GPUs. The CPU takes ten times as long for
+    products of fp16 as for those of fp32.
+    """
+    if x.is_cuda or x.dtype != torch.float16:
+        return torch.einsum(equation, x, y)
+    return torch.einsum(equation, x.float(), y.float()).to(x.dtype)

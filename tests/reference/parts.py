@@ -86,8 +86,10 @@ class Lanes:
     def distances(self) -> Tensor:
         return distances(self.q.shape[2], self.k.shape[1], self.q.device)
 
-    def output_lanes(self, x: Tensor) -> Tensor:
+    def output_lanes(self, x: Tensor | None) -> Tensor | None:
         """(B, Sq, Hq, Dv) -> (L, G, Sq, Dv)."""
+        if x is None:
+            return None
         return x.transpose(1, 2).reshape(*self.q.shape[:-1], self.v.shape[-1])
 
     def zero_outputs(self) -> Tensor:

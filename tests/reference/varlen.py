@@ -149,6 +149,15 @@ def dense_keys(
     """
     if block_table is None:
         return cache[entry, begin:end].clone()
-    page_size, pages = cache.shape[1], block_table[entry].tolist()
-    rows = [cache[pages[at // page_size], at % page_size] for at in range(begin, end)]
-    return torch.stack(rows) if rows else cache.new_zeros(0, *cache.shape[2:])
+    positions = torch.arange(begin, end, device=cache.device)
+    return cache[places_of(positions, entry, cache.shape[1], block_table)]
+
+
+def places_of(
+    positions: Tensor, entry: int, page_size: int, block_table: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """First two indices into a cache, as dense_keys has it, of those rows of sequence `entry`."""
+    if block_table is None:
+        return torch.full_like(positions, entry), positions
+    pages = block_table[entry][positions // page_size]
+    return pages.to(positions.dtype), positions % page_size

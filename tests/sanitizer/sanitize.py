@@ -26,7 +26,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -62,6 +62,7 @@ from tests.cases.harness import (
     run_forward_backward,
     run_reference,
 )
+from tests.cases.layouts import moved
 from tests.cases.masked import MaskedCase, MaskedInputs
 from tests.cases.masked_harness import masked_reference, run_masked
 from tests.cases.merge import merge_cases
@@ -89,20 +90,6 @@ def on_host(case: Any) -> Any:
     return replace(case, device=reference_device)
 
 
-def moved(x: Any) -> Any:
-    """Tensors on the device, with their strides and the memory between their elements, and what
-    holds some.
-    """
-    if isinstance(x, Tensor):
-        memory = x.new_empty(0).set_(x.untyped_storage())
-        return memory.to(DEVICE, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
-    if isinstance(x, dict):
-        return {name: moved(value) for name, value in x.items()}
-    if is_dataclass(x):
-        return replace(x, **{field.name: moved(getattr(x, field.name)) for field in fields(x)})
-    return x
-
-
 def wrong(result: AttentionResult, reference: Any) -> list[str]:
     """What is not close to the reference and the naive result, and what the device has found."""
     compared = compare(result.to(reference_device), *reference)
@@ -127,7 +114,7 @@ def run_case(case: Case, seed: int) -> list[str]:
     """
     host_case = on_host(case)
     inputs = host_case.make_inputs(seed)
-    on_device = moved(inputs)
+    on_device = moved(inputs, DEVICE)
     if isinstance(case, KvCacheCase):
         for changes in ({}, {"num_splits": 3}, {"batch_invariant": True}):
             results = attend_over_cache(host_case, on_device, **changes)
@@ -157,7 +144,7 @@ def run_spare_rows(case: VarlenCase, seed: int) -> list[str]:
     with_backward = missing_row(case, backward=True) is None
     run = run_forward_backward if with_backward else run_forward
     within = {}
-    for name, x in run(case, in_longer_buffers(moved(inputs), 200, 90)).tensors().items():
+    for name, x in run(case, in_longer_buffers(moved(inputs, DEVICE), 200, 90)).tensors().items():
         rows = case.total_k if name in ("dk", "dv") else case.total_q
         within[name] = x.narrow(int(name == "lse"), 0, rows)
     reference = run_reference(host_case, inputs, use_dlse=with_backward)
@@ -186,7 +173,7 @@ def run_band(case: BandCase, seed: int) -> list[str]:
     """A band of any ends, and where there is one its backward."""
     host_case = on_host(case)
     rows = host_case.rows(seed)
-    return wrong(case.run(moved(rows)), host_case.reference(rows))
+    return wrong(case.run(moved(rows, DEVICE)), host_case.reference(rows))
 
 
 def run_derivatives(case: DerivativeCase, seed: int) -> list[str]:
@@ -200,7 +187,7 @@ def run_fp8(case: Fp8Case, seed: int) -> list[str]:
     """A call over a cache of e4m3, and what it appended."""
     host_case = replace(case, cache=on_host(case.cache))
     inputs = host_case.make_inputs(seed)
-    result, found = attend_fp8(case, moved(inputs))
+    result, found = attend_fp8(case, moved(inputs, DEVICE))
     back = [x.to(reference_device) if isinstance(x, Tensor) else x for x in found]
     assert_fp8_close(host_case, inputs, result.to(reference_device), back)
     return flagged()
@@ -269,7 +256,7 @@ def run_masked_case(
     inputs = host_case.make_inputs(seed)
     if change_mask is not None:
         inputs = replace(inputs, mask=change_mask(inputs.mask))
-    on_device = replace(moved(inputs), of=moved(without_unvisited(case, inputs)))
+    on_device = replace(moved(inputs, DEVICE), of=moved(without_unvisited(case, inputs), DEVICE))
     with_backward = missing_for(case, "backward") is None
     lists = lists_of(host_case, inputs)
     given: dict[str, Any] = {}

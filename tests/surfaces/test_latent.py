@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -215,11 +216,39 @@ def test_sparse_prefill_of_flash_mla(lengths: Tensor | None, sink: Tensor | None
     q, kv = normal(6, 4, LATENT + ROPE), normal(11, 1, LATENT + ROPE)
     indices = torch.randint(-2, 14, (6, 1, 7), dtype=torch.int32)
     indices[3] = 11  # beyond kv, as FlashMLA may have it
-    out, largest, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.3, LATENT, sink, lengths)
+    given = (q, kv, indices, 0.3, LATENT, sink, lengths)
+    out, largest, lse = flash_mla.flash_mla_sparse_fwd(*given)
     if lengths is not None:
         indices = indices.masked_fill(torch.arange(7) >= lengths[:, None, None], -1)
     assert largest is None and out.dtype == torch.bfloat16
     check_chosen((out, lse), chosen(q, kv[:, 0], indices[:, 0], LATENT, 0.3, sink))
+
+
+@pytest.mark.parametrize("numbers", [1, 2 * 2 * 7 * 48, 1 << 24])  # a query, two, all at a time
+@pytest.mark.parametrize("rows", [11, 0])
+def test_largest_scores_of_sparse_prefill(
+    monkeypatch: pytest.MonkeyPatch, rows: int, numbers: int
+) -> None:
+    """Rows that no list names are NaN; the scale may be negative."""
+    torch.manual_seed(3)
+    monkeypatch.setattr(flash_mla, "_GATHERED_NUMBERS", numbers)
+    q, kv = normal(5, 4, LATENT + ROPE), normal(rows, 2, LATENT + ROPE)
+    kv[:2] = torch.nan
+    indices = torch.randint(-2, 11, (5, 2, 7), dtype=torch.int32)
+    indices = indices.where(indices > 1, -1)
+    indices[3, 1] = -1
+    lengths = torch.tensor([7, 3, 0, 7, 7])
+    given = (q, kv, indices, -0.3, LATENT, SINK, lengths)
+    with torch.autocast("cpu"):
+        _, largest, _ = flash_mla.flash_mla_sparse_fwd(*given, return_max_logits=True)
+    expected = torch.full((5, 4), -math.inf, dtype=torch.float64)
+    for i, head in product(range(5), range(4)):
+        named = indices[i, head // 2, : lengths[i]]
+        keys = kv[named[(named >= 0) & (named < rows)].long(), head // 2].double()
+        scores = -0.3 * (keys @ q[i, head].double())
+        expected[i, head] = max(scores.tolist(), default=-math.inf)
+    assert largest.dtype == torch.float32
+    torch.testing.assert_close(largest.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_errors_of_chosen_keys_have_flash_mla_s_names() -> None:

@@ -8,7 +8,6 @@ test.
 # ruff: noqa: E402 - what follows importorskip needs transformers
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,12 +41,8 @@ from tests.surfaces.transformers_cases import (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _registered(one_thread: None) -> None:
     register_attentions()
-    yield
-    torch.set_num_threads(threads)
 
 
 # Padded and packed batches, with gradients. Every model has each way once, and some the others.

@@ -3,7 +3,7 @@
 # ruff: noqa: E402 - what follows importorskip needs transformers
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -41,12 +41,8 @@ from tests.surfaces.transformers_cases import (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _registered(one_thread: None) -> None:
     register_attentions()
-    yield
-    torch.set_num_threads(threads)
 
 
 # What is recognised

@@ -6,7 +6,7 @@ forbidden but where a test asks for it.
 # ruff: noqa: E402 - what follows importorskip needs transformers
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -46,12 +46,8 @@ from tests.surfaces.transformers_cases import (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _registered(one_thread: None) -> None:
     register_attentions()
-    yield
-    torch.set_num_threads(threads)
 
 
 TORCH_ATTENTION = transformers_own_masks.sdpa_attention_forward

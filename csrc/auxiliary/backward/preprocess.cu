@@ -6,7 +6,8 @@
 //   tiles will add all of dQ, where they count additions, where tiles count that have started and
 //   parts of them that have ended, and, where nothing follows that would write it, in dq of the
 //   query tiles that see no key; of a sink's gradient, the sum of exp(sink - lse) * -softmax_d over
-//   the rows of a block (sink_gradient.cu).
+//   the rows of a block, as the sink has the weight exp(sink - lse) in every row and no value. The
+//   last block of a head sums those in a fixed order, unless the main kernel does.
 //   With tangents also that of lse and rowsum(dO * tangent of O), and of a sink's gradient what
 //   they make of it: exp(sink - lse) * ((that of lse - the sink's) * softmax_d - that rowsum).
 // Everything lies tile by tile, as the main kernel reads it. A row is read by the fewest lanes that
@@ -21,6 +22,7 @@
 #include "shared/kernel_order.h"
 #include "shared/launch.h"
 #include "shared/out_rounding.h"
+#include "shared/schedule/marked_counter.h"
 #include "shared/schedule/tile_work.h"
 #include "shared/scores/score_scale.h"
 
@@ -42,7 +44,10 @@ struct PreprocessArguments {
   float* tangent_lse;
   float* tangent_dot;
   float* dq_accum;
-  float* sink_shares;        // one number a block; null: not wanted
+  float* sink_shares;  // one number a block; null: not wanted
+  int sink_shares_per_head;
+  unsigned long long* sink_arrivals;  // of a head's blocks; null: the main kernel sums the shares
+  unsigned long long call_mark;
   int q_tiles;               // of a head, over all sequences
   int q_tiles_per_sequence;  // without a table
   int log2_tile_rows;
@@ -125,6 +130,31 @@ __device__ float sink_gradient_of_row(float sink, float lse, float softmax_d) {
   return weight == 0.0f ? 0.0f : -weight * softmax_d;
 }
 
+// By a block, of whose rows thread 0 has the sum.
+__device__ void leave_sink_share(const PreprocessArguments& args, int head, float share) {
+  if (threadIdx.x >= 32) return;
+  int earlier = 0;  // blocks of the head that have left theirs
+  if (threadIdx.x == 0) {
+    args.sink_shares[blockIdx.x] = share;
+    if (args.sink_arrivals != nullptr) {
+      MarkedCounter arrivals(args.sink_arrivals + head);
+      arrivals.look();
+      arrivals.mark(args.call_mark);
+      earlier = arrivals.arrive();
+      if (earlier >= args.sink_shares_per_head - 1) arrivals.reset();
+    }
+  }
+  if (args.sink_arrivals == nullptr) return;
+  if (__shfl_sync(0xffffffffu, earlier, 0) < args.sink_shares_per_head - 1) return;
+  __syncwarp();
+  const float* shares = args.sink_shares + std::int64_t{head} * args.sink_shares_per_head;
+  float sum = 0.0f;
+#pragma unroll 16
+  for (int i = threadIdx.x; i < args.sink_shares_per_head; i += 32) sum += shares[i];
+  sum = warp_sum(sum);
+  if (threadIdx.x == 0) args.params.dsink[head] = sum;
+}
+
 template <class Element, bool kTangents>
 __global__ void __launch_bounds__(threads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
@@ -159,7 +189,7 @@ __global__ void __launch_bounds__(threads)
       args.additions[std::int64_t{tile} * args.additions_per_tile + i] = 0;
   }
   if (!exists) {
-    if (args.sink_shares != nullptr && threadIdx.x == 0) args.sink_shares[blockIdx.x] = 0.0f;
+    if (args.sink_shares != nullptr) leave_sink_share(args, head, 0.0f);
     return;
   }
   float sink_gradient = 0.0f;
@@ -202,8 +232,7 @@ __global__ void __launch_bounds__(threads)
       accum[i] = {0.0f, 0.0f, 0.0f, 0.0f};
   }
   if (args.sink_shares != nullptr) {
-    const float share = block_sum<threads>(sink_gradient);
-    if (threadIdx.x == 0) args.sink_shares[blockIdx.x] = share;
+    leave_sink_share(args, head, block_sum<threads>(sink_gradient));
   }
 }
 
@@ -231,6 +260,9 @@ void backward_preprocess(const BackwardPlan& plan, const BackwardParams& params,
       .tangent_dot = plan.tangent_dot.in(workspace),
       .dq_accum = plan.dq_accum.in(workspace),
       .sink_shares = plan.sink_shares.in(workspace),
+      .sink_shares_per_head = plan.sink_shares_per_head,
+      .sink_arrivals = plan.sink_arrivals.in(workspace),
+      .call_mark = plan.sink_arrivals.exists() ? mark_of_next_call() : 0,
       .q_tiles = plan.q_tiles,
       .q_tiles_per_sequence = plan.q_tiles_per_sequence,
       .log2_tile_rows = std::countr_zero(static_cast<unsigned>(config.block_m)),
