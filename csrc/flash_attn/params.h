@@ -271,8 +271,8 @@ struct ForwardParams {
   TensorView q, k, v, out;
   TensorView qv;  // scores also have qv v^T; data null: none
   // int32 (batch, seqlen_q, heads_k, keys_per_list / key_list_block): the blocks of keys that a
-  // query's heads of a key head see, from its sequence's first key on; what is no block: none.
-  // Contents are never trusted. A block that stands twice counts twice.
+  // query's heads of a key head see, from its sequence's first key on; what is no block is skipped,
+  // and noted unless it is -1. A block that stands twice counts twice.
   TensorView key_lists;
   int keys_per_list = 0;   // 0: no lists, and queries see all keys
   int key_list_block = 1;  // a power of two; with qv 1

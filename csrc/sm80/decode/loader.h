@@ -105,7 +105,7 @@ class SliceLoader {
 
   // Of a list of blocks: the places from key_begin on.
   CUTE_DEVICE void look_up_blocks(int key_begin) {
-    const int key = blocks.key_at(list, entry, key_begin + (has_runs ? 0 : lane));
+    const int key = blocks.key_at(list, entry, key_begin + (has_runs ? 0 : lane), params.errors);
     seen_of_run = key == KeyList::none ? 0 : seen_keys(list.visible, key, slice);
     is_listed = (seen_of_run & 1) != 0;
     if (has_runs ? seen_of_run != 0 : is_listed) next = rows.look_up(key);
