@@ -313,7 +313,10 @@ struct ListedQueries {
   const int* begins = nullptr;  // (num_heads_k * key_rows + 1): the first entry from a place on
   int entries = 0;
   int key_rows = 0;  // of k, over all sequences
-  int block = 0;     // keys; 0: no lists
+  int block = 0;     // keys, a power of two; 0: no lists
+
+  // Those of so many keys that a block has, or has a part of.
+  constexpr int tiles_of_block(int block_n) const { return block < block_n ? 1 : block / block_n; }
 };
 
 struct BackwardParams {

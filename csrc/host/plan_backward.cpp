@@ -164,7 +164,7 @@ std::int64_t main_grid(const BackwardParams& params, const BackwardPlan& plan) {
   const std::int64_t key_tiles = plan.schedule.grid_size();
   if (plan.entries_per_cta > 0)  // as many for each tile of a block
     return std::int64_t{ceil_div(params.listed.entries, plan.entries_per_cta)} *
-           (params.listed.block / config.block_n);
+           params.listed.tiles_of_block(config.block_n);
   if (config.is_wide)  // one for a tile of dK, one of dQ, one of dV
     return 2 * key_tiles + std::int64_t{plan.q_tiles} * shape.num_heads_q;
   if (config.family == KernelFamily::sm90)

@@ -26,11 +26,11 @@ from ..operators.dtensor_import import is_dtensor
 from .arguments import cast_for_autocast, seqlen_bound
 from .attend import may_be_differentiated
 
-# Of calls whose lists kernels read (kernel_table/sm80.py): of the backward's tiles a block has
-# several or one, and a query's heads one.
+# Of calls whose lists kernels read (kernel_table/sm80.py). A query's heads fit one of the backward's
+# tiles, of at least 32 rows. It has 64 keys, or 32, of one block: of smaller ones most are hidden.
 _MOST_HEAD_DIM_OF_LISTS = 256
 _MOST_HEADS_OF_LISTS = 32
-_LEAST_BLOCK_OF_BACKWARD = 64
+_LEAST_BLOCK_OF_BACKWARD = 16
 
 
 class KeyLists(NamedTuple):

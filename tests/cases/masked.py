@@ -183,15 +183,17 @@ class MaskedCase:
         rows = -(-self.seqlens[0] // self.mask.queries)
         shape = (self.of.batch, self.of.num_heads_k, rows, blocks.shape[-1])
         number = torch.arange(shape[-1], device=blocks.device)
-        ends = torch.tensor([-(-keys // self.mask.size) for _, keys in self._lengths()])
-        exists = number < ends.to(blocks.device).view(-1, 1, 1, 1)
-        entries = torch.where(blocks.expand(shape) & exists, number, -1).int()
+        entries = torch.where(blocks.expand(shape), number, -1).int()
         one = (*shape[:3], 1)
         none = entries.new_full(one, -1)
         entries = torch.cat([none, entries.flip(-1), entries[..., :1]], -1).transpose(1, 2)
         if isinstance(self.of, AttentionCase):
             return entries
-        lists = [entries[i, :n] for i, n in enumerate(self.of.lengths_q)]
+        ends = [-(-keys // self.mask.size) for _, keys in self._lengths()]
+        lists = [
+            entries[i, :n].masked_fill(entries[i, :n] >= end, -1)
+            for i, (n, end) in enumerate(zip(self.of.lengths_q, ends, strict=True))
+        ]
         total = entries.new_full((self.of.total_q, *entries.shape[2:]), 0)
         packed = torch.cat(lists)
         total[: packed.shape[0]] = packed

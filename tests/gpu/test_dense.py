@@ -237,7 +237,7 @@ MASKS: dict[str, list[Call]] = {
             ((1, 1, False), (16, 1, True), (64, 1, False), (64, 64, True), (128, 64, False))
         ],
     ),
-    # Which kernels read as they are, or, of small blocks, in calls without a gradient.
+    # Which kernels read as they are, those of less than 16 keys in calls without a gradient.
     "lists of queries": pairs(
         batch=2, dtype=DTYPES, lengths=[(130, 200), (300, 64), (70, 333)],
         heads=[(1, 1), (4, 1), (6, 2), (16, 1), (32, 1)],
@@ -247,7 +247,7 @@ MASKS: dict[str, list[Call]] = {
         layout=[Layout.contiguous, Layout.packed, Layout.odd_stride],
         mask=[
             RandomMask(density, block, "bhq", "key_lists")
-            for density, block in ((0.4, 64), (0.1, 64), (0.5, 128), (0.4, 16), (0.3, 1))
+            for density, block in ((0.4, 64), (0.1, 64), (0.5, 128), (0.3, 32), (0.4, 16), (0.3, 1))
         ],
     ),
     "a block that many queries list": grid(

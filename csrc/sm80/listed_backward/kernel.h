@@ -6,6 +6,7 @@
 // many entries each, whatever block they are of, so that one that every query lists is shared by
 // many. A CTA walks runs of entries of one block each, with dK and dV of the tile in registers, and
 // adds them to fp32 sums at the end of a run. dQ is added to fp32 sums in every step, row by row.
+// Blocks of fewer keys than a tile have one to themselves, whose other keys count as hidden.
 //
 // Threads: num_warps x 32. Shared memory: K and V, Q and dO of a step, P and dS in 16 bits. The
 // next rows load while dQ is multiplied.
@@ -28,6 +29,7 @@ CUTE_DEVICE void find_run(ListedArguments const& args, int begin, int end, int p
   const int place = listed.places[begin];
   run.block = listed_block(args.of.params, args.of.table, args.of.q_tiles_per_sequence, place);
   run.key_begin = run.block.key_begin + part * Traits::block_n;
+  run.key_end = min(run.block.key_begin + listed.block, run.block.sequence.seqlen_k);
   run.begin = begin;
   run.end = min(end, listed.begins[place + 1]);
 }
@@ -45,7 +47,7 @@ CUTE_DEVICE void differentiate_listed(ListedArguments const& args, GatheredRows<
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int query = rows.query_of(get<0>(coords(row, 0)), buffer);
-      const Reach seen = reach_of(band, query, query, sequence.seqlen_k);
+      const Reach seen = reach_of(band, query, query, smem.run.key_end);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         if (!seen.holds(smem.run.key_begin + get<1>(coords(row, col)))) scores(row, col) = 0.0f;
@@ -87,7 +89,7 @@ CUTE_DEVICE void add_key_gradient(ListedArguments const& args, ListedRun const& 
   const std::int64_t first_row =
       std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k + run.key_begin;
   float* first = sums + (first_row * shape.num_heads_k + run.block.head) * Traits::head_dim;
-  const int keys = sequence.seqlen_k - run.key_begin;
+  const int keys = run.key_end - run.key_begin;
   add_rows<Traits::block_n, Traits::head_dim>(
       accumulator, typename Traits::DkdvMma{}, thread, [&](int row) -> float* {
         if (row >= keys) return nullptr;
@@ -131,7 +133,7 @@ CUTE_DEVICE void walk_run(ListedArguments const& args, typename Traits::SharedSt
   };
   const auto load_keys = [&](TensorView const& view, int columns, auto& tile) {
     Traits::KeyLoader::load(view, sequence.batch_k, run.block.head, sequence.row_k + run.key_begin,
-                            sequence.seqlen_k - run.key_begin, columns, tile, thread);
+                            run.key_end - run.key_begin, columns, tile, thread);
   };
 
   load_keys(params.k, params.shape.head_dim, sK);
@@ -209,8 +211,7 @@ __global__ void __launch_bounds__(ListedBackwardTraits<Tag>::threads,
     if (thread == 0) find_run<Traits>(args, next, end, part, smem.run);
     __syncthreads();
     next = smem.run.end;
-    const ListedBlock& block = smem.run.block;
-    if (block.key_begin >= 0 && smem.run.key_begin < block.sequence.seqlen_k)
+    if (smem.run.block.key_begin >= 0 && smem.run.key_begin < smem.run.key_end)
       walk_run<Traits>(args, smem, thread);
     __syncthreads();  // what is in shared memory is not needed
   }

@@ -19,7 +19,7 @@ void launch_listed_backward(const BackwardPlan& plan, const BackwardParams& para
   const auto heads = static_cast<unsigned>(params.shape.heads_per_key_head());
   const ListedArguments arguments{.of = backward_arguments(plan, params, /*can_modify=*/true),
                                   .log2_heads = static_cast<int>(std::bit_width(heads - 1)),
-                                  .tiles_per_block = params.listed.block / Traits::block_n,
+                                  .tiles_per_block = params.listed.tiles_of_block(Traits::block_n),
                                   .entries_per_cta = plan.entries_per_cta};
   launch_kernel<&listed_backward_kernel<Tag>, Traits>(plan.grid, stream, arguments);
 }

@@ -11,6 +11,7 @@ namespace flash_attn_cuda::sm80 {
 struct ListedRun {
   ListedBlock block;
   int key_begin;  // of the tile's keys
+  int key_end;    // of the block's keys that are there
   int begin;      // of the entries
   int end;
 };
