@@ -311,6 +311,8 @@ struct ListedQueries {
   const int* places = nullptr;  // (entries), ascending; of no block num_heads_k * key_rows
   const int* rows = nullptr;    // (entries): of q, over all sequences. Contents are never trusted
   const int* begins = nullptr;  // (num_heads_k * key_rows + 1): the first entry from a place on
+  const int* ranks = nullptr;   // (entries): lower places that the same list of a query has; for
+                                // sums in a fixed order, or null
   int entries = 0;
   int key_rows = 0;  // of k, over all sequences
   int block = 0;     // keys, a power of two; 0: no lists
@@ -345,6 +347,12 @@ struct BackwardParams {
   void* workspace =
       nullptr;  // BackwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
 };
+
+// Rows of q over all sequences.
+inline std::int64_t query_rows(const BackwardParams& params) {
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  return std::int64_t{is_packed ? 1 : params.shape.batch_size} * params.shape.seqlen_q;
+}
 
 // Rows of k over all sequences.
 inline std::int64_t key_rows(const BackwardParams& params) {

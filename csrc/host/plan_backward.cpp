@@ -194,6 +194,12 @@ std::int64_t additions_per_tile(const BackwardParams& params, const BackwardPlan
   return std::int64_t{plan.turn_words} * ctas_of_columns(columns_per_cta, params.shape.head_dim);
 }
 
+// Counters of sums of listed queries: of rows of q, of tiles of k, of CTAs.
+std::int64_t listed_turns(const BackwardParams& params, const BackwardConfig& config) {
+  const std::int64_t tiles = key_rows(params) * params.listed.tiles_of_block(config.block_n);
+  return params.shape.num_heads_k * (query_rows(params) + tiles) + 1;
+}
+
 void lay_out(const BackwardParams& params, BackwardPlan& plan) {
   const AttentionShape& shape = params.shape;
   const BackwardConfig& config = plan.instance->config;
@@ -228,6 +234,8 @@ void lay_out(const BackwardParams& params, BackwardPlan& plan) {
     plan.dk_partial = workspace.add<float>(rows * config.head_dim);
     plan.dv_partial = workspace.add<float>(rows * config.head_dim_v);
   }
+  if (params.deterministic && params.listed.block > 0)
+    plan.listed_turns = workspace.add<int>(listed_turns(params, config));
   plan.workspace_bytes = workspace.bytes();
 }
 
@@ -245,7 +253,8 @@ BackwardPlan plan_backward(const BackwardParams& given, const DeviceInfo& device
   plan_tiles(params, device, plan);
   plan.entries_per_cta = choose_entries(params, plan.instance->config, device);
   plan.dq_path = choose_dq_path(params, plan);
-  plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
+  const bool has_listed = params.listed.block > 0;  // which take other turns
+  plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct && !has_listed;
   if (plan.takes_turns && params.sparsity.lists.data != nullptr)
     plan.turn_words = ceil_div(ceil_div(params.shape.seqlen_k, plan.instance->config.block_n), 32);
   plan.shared_tiles = choose_shared_tiles(params, plan);

@@ -141,8 +141,8 @@ void define_information(py::module& module) {
   module.def(
       "listed_queries", torch::wrap_pybind_function(&binding::queries_of_lists),
       "The key_lists of a call without qv the other way round, as its backward makes them:\n"
-      "(places, rows, begins), int32, of csrc/flash_attn/params.h. call: as in forward, on any\n"
-      "device.",
+      "(places, rows, begins, ranks), int32, of csrc/flash_attn/params.h; ranks None where the\n"
+      "call is not deterministic. call: as in forward, on any device.",
       py::arg("call"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");

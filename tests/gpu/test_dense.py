@@ -243,7 +243,7 @@ MASKS: dict[str, list[Call]] = {
         heads=[(1, 1), (4, 1), (6, 2), (16, 1), (32, 1)],
         head_dims=[(40, None), (64, None), (128, None), (192, 128), (192, None), (256, None)],
         range=[{}, {"causal": True}, {"window": (33, -1)}, {"window": (60, 9)}],
-        softcap=[0.0, 4.0], softmax_scale=[None, -0.2], sink=[None, FP32],
+        softcap=[0.0, 4.0], softmax_scale=[None, -0.2], sink=[None, FP32], deterministic=BOTH,
         layout=[Layout.contiguous, Layout.packed, Layout.odd_stride],
         mask=[
             RandomMask(density, block, "bhq", "key_lists")
@@ -252,7 +252,8 @@ MASKS: dict[str, list[Call]] = {
     ),
     "a block that many queries list": grid(
         batch=1, lengths=(scaled(5000, 300), 64), heads=[(1, 1), (16, 1)], head_dim=[64, 128],
-        mask=RandomMask(1.0, 64, "bhq", "key_lists"),
+        mask=[RandomMask(1.0, block, "bhq", "key_lists") for block in (16, 64)],
+        deterministic=BOTH,
     ),
     "head dims": grid(
         batch=1, lengths=(211, 300), num_heads_k=2,
