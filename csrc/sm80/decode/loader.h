@@ -17,10 +17,10 @@ class SliceLoader {
   static constexpr int slice = Traits::slice;
 
   // For the keys of `span`, whose other ones become zeros in a slice, unread. With a list the span
-  // is of its entries, and places in it stand for keys below. part: which of a group's warps loads
-  // its columns.
+  // is of its entries, and places in it stand for keys below. sequence_of_list: in shared memory.
+  // part: which of a group's warps loads its columns.
   CUTE_DEVICE SliceLoader(DecodeArguments const& args, TileWork const& work, KeySpan const& span,
-                          KeyList const& list, int part, int lane)
+                          KeyList const& list, const int* sequence_of_list, int part, int lane)
       : params(args.params),
         rows(KeyRows::of(args.params.paged, work.sequence)),
         span(span),
@@ -36,7 +36,8 @@ class SliceLoader {
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
         has_consecutive_rows(has_vector_rows && !converts() && are_consecutive(rows, span.origin) &&
                              !(Traits::is_latent && list.entries != nullptr)),
-        list(list) {
+        list(list),
+        sequence_of_list(sequence_of_list) {
     if constexpr (Traits::lists_blocks) {
       blocks = ListedBlocks::of(params.key_list_block);
       has_runs = has_vector_rows && params.key_list_block % slice == 0;
@@ -105,7 +106,8 @@ class SliceLoader {
 
   // Of a list of blocks: the places from key_begin on.
   CUTE_DEVICE void look_up_blocks(int key_begin) {
-    const int key = blocks.key_at(list, entry, key_begin + (has_runs ? 0 : lane), params.errors);
+    const int key = blocks.key_at(list, entry, key_begin + (has_runs ? 0 : lane));
+    if (key == KeyList::none) blocks.tell(list, entry, *sequence_of_list, params.errors);
     seen_of_run = key == KeyList::none ? 0 : seen_keys(list.visible, key, slice);
     is_listed = (seen_of_run & 1) != 0;
     if (has_runs ? seen_of_run != 0 : is_listed) next = rows.look_up(key);
@@ -397,6 +399,7 @@ class SliceLoader {
   const bool has_vector_rows;
   const bool has_consecutive_rows;  // and vectors
   const KeyList list;
+  const int* const sequence_of_list;
   int entry = KeyList::none;  // this lane's of the slice after that to come
   bool is_listed = false;     // whether the list names a key for `next`
   unsigned present = 0;
