@@ -59,6 +59,7 @@ class SliceLoader {
     look_up(key_after);
     if (Traits::lists_blocks && has_runs) {
       present = run;
+      if (run == 0) return;  // a slice that nobody reads
       copy_consecutive(stage, place, [&](int row) { return (run >> lane_row >> row & 1) != 0; });
     } else if (!Traits::lists_blocks && has_consecutive_rows) {
       const KeyPlace first = rows.checked(place, params.errors);
@@ -229,6 +230,7 @@ class SliceLoader {
     }
     misses = misses || __any_sync(0xffffffffu, is_missing);
     if constexpr (Traits::has_lists) present = __ballot_sync(0xffffffffu, k_offset != none);
+    if (Traits::lists_blocks && present == 0) return;
     if constexpr (Traits::is_e4m3) {
       copy_vectors(stage, k_offset, v_offset);
       copy_scales(k_offset == none ? KeyPlace{} : place, scales);
