@@ -23,17 +23,27 @@ class ListedRows(NamedTuple):
     attends: Tensor | None = None  # None: all do
 
 
-def rows_of_packed(call: AttentionCall) -> ListedRows:
-    """Of a packed call's queries. What its lengths say may be wrong, and is told elsewhere."""
+def tell_strange_entries_of(call: AttentionCall, key_lists: Tensor, block: int) -> None:
+    """Those of a call's sequences."""
+    if not is_watched():
+        packed = call.is_packed() and call.q.shape[0] > 0
+        rows = _rows_of_packed(call) if packed else ListedRows(call.k.shape[1])
+        tell_strange_entries(key_lists, block, rows)
+
+
+def _rows_of_packed(call: AttentionCall) -> ListedRows:
+    """What lengths say may be wrong, and is told elsewhere."""
     starts, device = call.cu_seqlens_q, call.q.device
     assert starts is not None and call.cu_seqlens_k is not None
+    if starts.shape[0] == 1:  # no sequences
+        return ListedRows(0, attends=torch.zeros(call.q.shape[0], dtype=torch.bool, device=device))
     queries = starts.diff() if call.seqused_q is None else call.seqused_q
     keys = call.cu_seqlens_k.diff() if call.seqused_k is None else call.seqused_k
     if call.leftpad_k is not None:
         keys = keys - call.leftpad_k
     row = torch.arange(call.q.shape[0], dtype=starts.dtype, device=device)
     found = torch.searchsorted(starts, row, right=True) - 1
-    sequence = found.clamp(0, max(0, queries.shape[0] - 1))
+    sequence = found.clamp(0, queries.shape[0] - 1)
     place = row - starts.index_select(0, sequence)
     attends = (place >= 0) & (place < queries.index_select(0, sequence))
     return ListedRows(keys.index_select(0, sequence), sequence, attends)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.checks import extent_of
 from ..call.fields import AttentionCall
-from .entries import ListedRows, rows_of_packed, tell_strange_entries
+from .entries import tell_strange_entries_of
 from .sparsity import BlockSparsity, sparsity_of_lists
 
 
@@ -27,8 +27,7 @@ def mask_of_lists(
     """What lists show in a call whose sequences have at most so many queries and keys. Entries that
     are no blocks are told.
     """
-    rows = rows_of_packed(call) if call.is_packed() else ListedRows(call.k.shape[1])
-    tell_strange_entries(key_lists, block, rows)
+    tell_strange_entries_of(call, key_lists, block)
     if call.is_packed():
         key_lists = _by_sequence(key_lists, call.cu_seqlens_q, seqlens[0])
     made = sparsity_of_lists(key_lists, (queries, block), *seqlens)
