@@ -253,17 +253,17 @@ SM80_LISTED_BACKWARD = (
     entry(
         Kernel.sm80_listed_backward, 64,
         block_m=64, block_n=64, **FOUR_WARPS,
-        tiles=(tile({"lists": KEY_LISTS}),),
+        tiles=(tile({"lists": KEY_LISTS | ORDERED}),),
     ),
     entry(
         Kernel.sm80_listed_backward, 128,
         block_m=64, block_n=64, **FOUR_WARPS,
-        tiles=(tile({"lists": KEY_LISTS}),),
+        tiles=(tile({"lists": KEY_LISTS | ORDERED}),),
     ),
     entry(
         Kernel.sm80_listed_backward, 256,
         block_m=32, block_n=32, **FOUR_WARPS,
-        tiles=(tile({"lists": KEY_LISTS}),),
+        tiles=(tile({"lists": KEY_LISTS | ORDERED}),),
     ),
 )
 # fmt: on

@@ -172,10 +172,11 @@ struct BackwardPlan {
   SharedTiles shared_tiles;
   Buffer<float> lse_log2, softmax_d, dq_accum;
   Buffer<float> tangent_lse, tangent_dot;  // with tangents: that of lse, and rowsum(dO * that of O)
-  Buffer<int> tickets;     // two counters: CTAs, or tiles, that have started, and, with
-                           // DqPath::finished, strips of sums that were taken
-  Buffer<int> additions;   // per head and query tile, or head, where additions to dQ are counted
-  Buffer<int> given_back;  // strips that a finishing warp has taken and not come to
+  Buffer<int> tickets;       // two counters: CTAs, or tiles, that have started, and, with
+                             // DqPath::finished, strips of sums that were taken
+  Buffer<int> additions;     // per head and query tile, or head, where additions to dQ are counted
+  Buffer<int> listed_turns;  // with lists of blocks: sm80/listed_backward/turns.h
+  Buffer<int> given_back;    // strips that a finishing warp has taken and not come to
   Buffer<float> sink_shares;
   Buffer<unsigned long long> sink_arrivals;  // of each head, where the preprocess kernel sums those
   Buffer<float> part_sums;

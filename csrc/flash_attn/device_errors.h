@@ -20,7 +20,8 @@ enum class DeviceCheck : std::int32_t {
   cu_seqlens_k_new,  // must start at 0, not decrease and end within total_k_new
   rotary_position,   // must be below seqlen_rotary
   origin,            // first_q and first_k must be multiples of 16, from 0 to 2^30
-  key_lists,         // must be below the sequence's number of keys; index: the sequence
+  key_lists,         // must be one of the sequence's keys, or, of blocks, a block of them or -1;
+                     // index: the sequence
   tree_mask,         // must have a column for every query of a sequence, of which there are `value`
 };
 

@@ -271,8 +271,8 @@ struct ForwardParams {
   TensorView q, k, v, out;
   TensorView qv;  // scores also have qv v^T; data null: none
   // int32 (batch, seqlen_q, heads_k, keys_per_list / key_list_block): the blocks of keys that a
-  // query's heads of a key head see, from its sequence's first key on; what is no block: none.
-  // Contents are never trusted. A block that stands twice counts twice.
+  // query's heads of a key head see, from its sequence's first key on; what is no block is skipped,
+  // and noted unless it is -1. A block that stands twice counts twice.
   TensorView key_lists;
   int keys_per_list = 0;   // 0: no lists, and queries see all keys
   int key_list_block = 1;  // a power of two; with qv 1
@@ -311,9 +311,14 @@ struct ListedQueries {
   const int* places = nullptr;  // (entries), ascending; of no block num_heads_k * key_rows
   const int* rows = nullptr;    // (entries): of q, over all sequences. Contents are never trusted
   const int* begins = nullptr;  // (num_heads_k * key_rows + 1): the first entry from a place on
+  const int* ranks = nullptr;   // (entries): lower places that the same list of a query has; for
+                                // sums in a fixed order, or null
   int entries = 0;
   int key_rows = 0;  // of k, over all sequences
-  int block = 0;     // keys; 0: no lists
+  int block = 0;     // keys, a power of two; 0: no lists
+
+  // Those of so many keys that a block has, or has a part of.
+  constexpr int tiles_of_block(int block_n) const { return block < block_n ? 1 : block / block_n; }
 };
 
 struct BackwardParams {
@@ -343,6 +348,12 @@ struct BackwardParams {
   void* workspace =
       nullptr;  // BackwardPlan::workspace_bytes, 256-byte aligned, contents irrelevant
 };
+
+// Rows of q over all sequences.
+inline std::int64_t query_rows(const BackwardParams& params) {
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  return std::int64_t{is_packed ? 1 : params.shape.batch_size} * params.shape.seqlen_q;
+}
 
 // Rows of k over all sequences.
 inline std::int64_t key_rows(const BackwardParams& params) {

@@ -143,17 +143,16 @@ int choose_entries(const BackwardParams& params, const BackwardConfig& config,
   if (listed.block == 0) return 0;
   const auto heads =
       static_cast<int>(std::bit_ceil(static_cast<unsigned>(params.shape.heads_per_key_head())));
-  if (heads > config.block_m || listed.block % config.block_n != 0)
-    throw_error("key_list_block must be a multiple of ", config.block_n,
-                " in a backward, and heads_per_key_head at most ", config.block_m, ", got ",
-                listed.block, " and ", params.shape.heads_per_key_head());
+  if (heads > config.block_m)
+    throw_error("heads_per_key_head must be at most ", config.block_m, " with key_lists, got ",
+                params.shape.heads_per_key_head());
   // Beginning and ending a run takes about as long as two steps, and some CTAs for each SM come out
   // even.
   constexpr int least_steps = 4, most_steps = 64;
   constexpr std::int64_t ctas_per_sm = 16;
   const int queries = config.block_m / heads;  // of a step
   const std::int64_t steps =
-      std::int64_t{ceil_div(listed.entries, queries)} * (listed.block / config.block_n);
+      std::int64_t{ceil_div(listed.entries, queries)} * listed.tiles_of_block(config.block_n);
   const std::int64_t even = steps / (ctas_per_sm * device.num_sms);
   return queries * static_cast<int>(std::clamp<std::int64_t>(even, least_steps, most_steps));
 }

@@ -18,7 +18,7 @@ int choose_dkdv_splits(const BackwardParams& params, const BackwardConfig& confi
                        std::int64_t key_tiles, const DeviceInfo& device);
 
 // With lists of blocks, the entries that a CTA takes, whole steps of them; else 0. Throws Error
-// where no tiles of the kernel's are whole blocks or hold a query's heads.
+// where a tile of the kernel's does not hold a query's heads.
 int choose_entries(const BackwardParams& params, const BackwardConfig& config,
                    const DeviceInfo& device);
 

@@ -164,7 +164,7 @@ std::int64_t main_grid(const BackwardParams& params, const BackwardPlan& plan) {
   const std::int64_t key_tiles = plan.schedule.grid_size();
   if (plan.entries_per_cta > 0)  // as many for each tile of a block
     return std::int64_t{ceil_div(params.listed.entries, plan.entries_per_cta)} *
-           (params.listed.block / config.block_n);
+           params.listed.tiles_of_block(config.block_n);
   if (config.is_wide)  // one for a tile of dK, one of dQ, one of dV
     return 2 * key_tiles + std::int64_t{plan.q_tiles} * shape.num_heads_q;
   if (config.family == KernelFamily::sm90)
@@ -192,6 +192,12 @@ std::int64_t additions_per_tile(const BackwardParams& params, const BackwardPlan
   if (plan.turn_words == 0) return 1;
   const int columns_per_cta = plan.instance->config.columns_per_cta;
   return std::int64_t{plan.turn_words} * ctas_of_columns(columns_per_cta, params.shape.head_dim);
+}
+
+// Counters of sums of listed queries: of rows of q, of tiles of k, of CTAs.
+std::int64_t listed_turns(const BackwardParams& params, const BackwardConfig& config) {
+  const std::int64_t tiles = key_rows(params) * params.listed.tiles_of_block(config.block_n);
+  return params.shape.num_heads_k * (query_rows(params) + tiles) + 1;
 }
 
 void lay_out(const BackwardParams& params, BackwardPlan& plan) {
@@ -232,6 +238,8 @@ void lay_out(const BackwardParams& params, BackwardPlan& plan) {
     plan.dk_partial = workspace.add<float>(rows * config.head_dim);
     plan.dv_partial = workspace.add<float>(rows * config.head_dim_v);
   }
+  if (params.deterministic && params.listed.block > 0)
+    plan.listed_turns = workspace.add<int>(listed_turns(params, config));
   plan.workspace_bytes = workspace.bytes();
 }
 
@@ -249,7 +257,8 @@ BackwardPlan plan_backward(const BackwardParams& given, const DeviceInfo& device
   plan_tiles(params, device, plan);
   plan.entries_per_cta = choose_entries(params, plan.instance->config, device);
   plan.dq_path = choose_dq_path(params, plan);
-  plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct;
+  const bool has_listed = params.listed.block > 0;  // which take other turns
+  plan.takes_turns = params.deterministic && plan.dq_path != DqPath::direct && !has_listed;
   if (plan.takes_turns && params.sparsity.lists.data != nullptr)
     plan.turn_words = ceil_div(ceil_div(params.shape.seqlen_k, plan.instance->config.block_n), 32);
   plan.shared_tiles = choose_shared_tiles(params, plan);

@@ -1,5 +1,7 @@
 #include "torch_binding/errors.h"
 
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -98,7 +100,7 @@ Rule rule_of(DeviceCheck check, const ArgumentNames& names) {
     case DeviceCheck::origin:
       return {"origin", "must have multiples of 16, from 0 to 2^30, as first_q and first_k"};
     case DeviceCheck::key_lists:
-      return {"key_lists", "must be below the sequence's number of keys"};
+      return {"key_lists", "must be a key of the sequence, or a block of its keys, or -1"};
     case DeviceCheck::tree_mask:
       return {"tree_mask", "must have a column for every query of a sequence"};
     case DeviceCheck::none:
@@ -159,6 +161,17 @@ std::optional<FoundError> device_errors(std::optional<std::int64_t> device) {
   if (found.check == 0) return std::nullopt;
   return FoundError{name_of(static_cast<DeviceCheck>(found.check)), found.index, found.value,
                     found.limit};
+}
+
+void note_key_lists(const at::Tensor& found) {
+  const c10::cuda::CUDAGuard guard(found.device());
+  const c10::DeviceIndex device = guard.current_device().index();
+  at::Tensor held = at::from_blob(device_record(device), {4}, found.options());
+  const at::Tensor is_first = held.select(0, 0).eq(0).logical_and_(found.select(0, 0).ne(0));
+  const at::Tensor record = found.clone();
+  record.select(0, 0).fill_(static_cast<int>(DeviceCheck::key_lists));
+  held.copy_(at::where(is_first, record, held));
+  raise_if_checking(device, c10::cuda::getCurrentCUDAStream().stream());
 }
 
 }  // namespace flash_attn_cuda::binding

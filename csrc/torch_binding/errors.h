@@ -27,4 +27,8 @@ void raise_if_checking(c10::DeviceIndex device, Stream stream, const ArgumentNam
 using FoundError = std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>;
 std::optional<FoundError> device_errors(std::optional<std::int64_t> device);
 
+// Notes an error of key_lists as kernels do. found: int32 (4) on a CUDA device, whether there is
+// one and the other fields of DeviceErrors. Does not wait, unless each call is checked.
+void note_key_lists(const at::Tensor& found);
+
 }  // namespace flash_attn_cuda::binding

@@ -122,11 +122,12 @@ std::vector<std::string> forward_instance_names() { return instance_names(forwar
 
 std::vector<std::string> backward_instance_names() { return instance_names(backward_instances()); }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> queries_of_lists(const AttentionCall& given) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> queries_of_lists(
+    const AttentionCall& given) {
   const AttentionCall call = described_call(given, Pass::backward);
   TORCH_CHECK_VALUE(lists_blocks(call), "key_lists: must be given without qv, got None");
   const ListedTensors made = listed_tensors(call);
-  return {made.places, made.rows, made.begins};
+  return {made.places, made.rows, made.begins, made.ranks};
 }
 
 }  // namespace flash_attn_cuda::binding

@@ -30,7 +30,9 @@ std::optional<pybind11::dict> explain_aten_operator(const std::string& name,
 std::vector<std::string> forward_instance_names();
 std::vector<std::string> backward_instance_names();
 
-// The key_lists of a call without qv the other way round (listed_queries.h): places, rows, begins.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> queries_of_lists(const AttentionCall& call);
+// The key_lists of a call without qv the other way round (listed_queries.h): places, rows, begins,
+// and of a deterministic one ranks.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> queries_of_lists(
+    const AttentionCall& call);
 
 }  // namespace flash_attn_cuda::binding

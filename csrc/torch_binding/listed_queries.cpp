@@ -60,7 +60,7 @@ ListedTensors listed_tensors(const AttentionCall& call) {
   const at::Tensor all_places = at::arange(heads * rows_k + 1, options);
   if (lists.numel() == 0 || batch_of(call) == 0) {
     const at::Tensor none = at::empty({0}, options);
-    return {none, none, all_places.mul(0)};
+    return {none, none, all_places.mul(0), none};
   }
   const KeysOfRows keys = keys_of_rows(call);
   const auto of_rows = [](const at::Tensor& x) { return x.view({-1, 1, 1}); };
@@ -74,7 +74,14 @@ ListedTensors listed_tensors(const AttentionCall& call) {
   // Stable, so that the queries of a block ascend.
   auto [places, order] = at::sort(row.flatten(), /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const at::Tensor rows_q = at::floor_divide(order, lists.size(1) * lists.size(2)).to(at::kInt);
-  return {places, rows_q, at::searchsorted(places, all_places, /*out_int32=*/true)};
+  at::Tensor ranks;
+  if (call.deterministic) {
+    const at::Tensor of_list = row.contiguous();
+    const at::Tensor ascending = std::get<0>(of_list.sort());
+    ranks = at::searchsorted(ascending, of_list, /*out_int32=*/true).flatten();
+    ranks = ranks.index_select(0, order);
+  }
+  return {places, rows_q, at::searchsorted(places, all_places, /*out_int32=*/true), ranks};
 }
 
 ListedQueries listed_queries(const AttentionCall& call) {
@@ -90,6 +97,7 @@ ListedQueries listed_queries(const AttentionCall& call, const ListedTensors& ten
   listed.places = tensors.places.const_data_ptr<int>();
   listed.rows = tensors.rows.const_data_ptr<int>();
   listed.begins = tensors.begins.const_data_ptr<int>();
+  if (tensors.ranks.defined()) listed.ranks = tensors.ranks.const_data_ptr<int>();
   return listed;
 }
 

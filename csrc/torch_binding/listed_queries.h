@@ -10,6 +10,7 @@ struct ListedTensors {
   at::Tensor places;
   at::Tensor rows;
   at::Tensor begins;
+  at::Tensor ranks;  // not defined without deterministic
 };
 
 // Of a checked call with lists of blocks. What lengths say may be wrong: then places are other

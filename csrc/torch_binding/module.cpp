@@ -112,6 +112,11 @@ void define_information(py::module& module) {
              "The first bad length or index that kernels met on a device since the last call, by\n"
              "the names of csrc/flash_attn/device_errors.h. Waits for the device.",
              py::arg("device") = py::none());
+  module.def("note_key_lists", torch::wrap_pybind_function_no_gil(&binding::note_key_lists),
+             "note_key_lists(found)\n\n"
+             "Has device_errors find an entry of key_lists. found: int32 (4) on a CUDA device:\n"
+             "whether there is one, its sequence, itself and the limit that it breaks.",
+             py::arg("found"));
   module.def(
       "explain_forward", torch::wrap_pybind_function(&binding::explain_forward),
       "What a forward of this call would run: a dict of instance, smem_bytes, grid,\n"
@@ -136,8 +141,8 @@ void define_information(py::module& module) {
   module.def(
       "listed_queries", torch::wrap_pybind_function(&binding::queries_of_lists),
       "The key_lists of a call without qv the other way round, as its backward makes them:\n"
-      "(places, rows, begins), int32, of csrc/flash_attn/params.h. call: as in forward, on any\n"
-      "device.",
+      "(places, rows, begins, ranks), int32, of csrc/flash_attn/params.h; ranks None where the\n"
+      "call is not deterministic. call: as in forward, on any device.",
       py::arg("call"));
   module.def("forward_instances", torch::wrap_pybind_function(&binding::forward_instance_names),
              "Names of the compiled forward kernels, in selection order.");

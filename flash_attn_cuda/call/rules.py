@@ -104,7 +104,7 @@ _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
 _OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
 _SCALES = ("k_descale", "v_descale")
-_LACKED_BY_LISTS = ("deterministic", "alibi_slopes", "leftpad_k", *_OF_TRAINING)
+_LACKED_BY_LISTS = ("alibi_slopes", "leftpad_k", *_OF_TRAINING)
 _SCALE_OF_QV = "as a model scales by the head dim that it has without absorption"
 
 OF_CALL = (

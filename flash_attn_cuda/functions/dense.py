@@ -97,8 +97,10 @@ def flash_attn_func(
             memory grows with seqlen_q + seqlen_k. Not with a floating attn_mask.
         key_lists: (batch, lists, heads_k, n), int32, with any strides: the blocks of keys that the
             queries of a list see, those of all query heads that share the key head. Entry e stands
-            for keys e * key_list_block to (e + 1) * key_list_block - 1; what is no block of keys
-            for none. An entry that stands twice counts once. Kernels on CUDA read lists of single
+            for keys e * key_list_block to (e + 1) * key_list_block - 1; -1 for none. An entry
+            that stands twice counts once. Others are no block of keys: on the CPU a ValueError, on
+            CUDA skipped and reported by check_device_errors, but not where a compiled call makes a
+            mask of them. Kernels on CUDA read lists of single
             queries (docs/masks.md#lists-of-each-query); of others each call makes a mask
             (BlockSparsity.from_key_lists). With another mask a query sees what both show.
         key_list_block: 1, 8, 16, 32, 64 or 128.

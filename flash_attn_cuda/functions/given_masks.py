@@ -26,11 +26,11 @@ from ..operators.dtensor_import import is_dtensor
 from .arguments import cast_for_autocast, seqlen_bound
 from .attend import may_be_differentiated
 
-# Of calls whose lists kernels read (kernel_table/sm80.py): of the backward's tiles a block has
-# several or one, and a query's heads one.
+# Of calls whose lists kernels read (kernel_table/sm80.py). A query's heads fit a tile of the
+# backward, of at least 32 rows, which has 64 or 32 keys of one block: of few most would be hidden.
 _MOST_HEAD_DIM_OF_LISTS = 256
 _MOST_HEADS_OF_LISTS = 32
-_LEAST_BLOCK_OF_BACKWARD = 64
+_LEAST_BLOCK_OF_BACKWARD = 16
 
 
 class KeyLists(NamedTuple):
@@ -197,7 +197,7 @@ def _have_kernels(call: AttentionCall, lists: Tensor, given: KeyLists) -> bool:
         and given.queries == 1
         and (given.block >= _LEAST_BLOCK_OF_BACKWARD or not may_be_differentiated(call))
         and call.dropout_p == 0.0
-        and not (call.deterministic or call.return_max_logits or call.has_fp8_values())
+        and not (call.return_max_logits or call.has_fp8_values())
         and call.alibi_slopes is call.leftpad_k is None
         and max(call.head_dim(), call.head_dim_v()) <= _MOST_HEAD_DIM_OF_LISTS
         and call.heads_q() // call.heads_k() <= _MOST_HEADS_OF_LISTS

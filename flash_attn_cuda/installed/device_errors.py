@@ -23,7 +23,7 @@ _RULES = {
     "append_capacity": "cache_seqlens plus the new keys must fit the cache",
     "cu_seqlens_k_new": "must start at 0, not decrease and end within the rows of the new keys",
     "origin": "must have multiples of 16, from 0 to 2^30, as first_q and first_k",
-    "key_lists": "must be below the sequence's number of keys",
+    "key_lists": "must be a key of the sequence, or a block of its keys, or -1",
     "tree_mask": "must have a column for every query of a sequence",
     "rotary_position": "must be below the rows of rotary_cos",
 }

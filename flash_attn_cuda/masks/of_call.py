@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..call.checks import extent_of
 from ..call.fields import AttentionCall
-from .sparsity import BlockSparsity
+from .entries import tell_strange_entries_of
+from .sparsity import BlockSparsity, sparsity_of_lists
 
 
 def lists_without_repeats(key_lists: Tensor) -> Tensor:
@@ -23,10 +24,13 @@ def lists_without_repeats(key_lists: Tensor) -> Tensor:
 def mask_of_lists(
     call: AttentionCall, key_lists: Tensor, block: int, queries: int, seqlens: tuple[int, int]
 ) -> BlockSparsity:
-    """What lists show in a call whose sequences have at most so many queries and keys."""
+    """What lists show in a call whose sequences have at most so many queries and keys. Entries that
+    are no blocks are told.
+    """
+    tell_strange_entries_of(call, key_lists, block)
     if call.is_packed():
         key_lists = _by_sequence(key_lists, call.cu_seqlens_q, seqlens[0])
-    made = BlockSparsity.from_key_lists(key_lists, block, *seqlens, key_list_queries=queries)
+    made = sparsity_of_lists(key_lists, (queries, block), *seqlens)
     group = call.heads_q() // call.heads_k()
     if group == 1 or made.heads == 1:
         return made

@@ -16,6 +16,7 @@ from ..call.masks import check_key_lists
 from ..call.pieces import HIDDEN, PARTIAL, PIECE, VISIBLE, pieces_of
 from ..call.rules import tiles_of
 from ..call.tensors import check_tensor
+from .entries import ListedRows, tell_strange_entries
 from .lists import (
     bits_of_lists,
     by_pair,
@@ -247,15 +248,15 @@ class BlockSparsity:
 
         Args:
             key_lists: int32 (batch or 1, lists, heads or 1, n), with any strides. Entry e stands
-                for keys e * key_list_block to (e + 1) * key_list_block - 1, and what is no block
-                of keys for none. Twice is once.
+                for keys e * key_list_block to (e + 1) * key_list_block - 1, and -1 for none, as
+                what is no block of keys, which check_device_errors reports. Twice is once.
             key_list_block: 1, 8, 16, 32, 64 or 128.
             key_list_queries: 1, 64 or 128: queries of a list, of which there are as many as that
                 takes.
 
         Raises:
             TypeError: key_lists is no int32 tensor; a number is no integer.
-            ValueError: another shape or number.
+            ValueError: another shape or number; on the CPU an entry that is no block of keys.
         """
         check_tensor("key_lists", key_lists)
         _check_seqlen("seqlen_q", seqlen_q)
@@ -267,15 +268,9 @@ class BlockSparsity:
                 f"key_lists: must have shape (batch or 1, {lists}, heads or 1, n) for {seqlen_q} "
                 f"queries, {key_list_queries} a list, got {tuple(key_lists.shape)}"
             )
-        bits = None
-        if key_list_queries % PIECE == key_list_block % PIECE == 0:
-            listed = listed_blocks(key_lists.transpose(1, 2), -(-seqlen_k // key_list_block))
-            size = (key_list_queries, key_list_block)
-            pieces = pieces_of_blocks(listed, size, seqlen_q, seqlen_k).to(torch.uint8) * VISIBLE
-        else:
-            bits = bits_of_lists(key_lists, key_list_queries, key_list_block, seqlen_q, seqlen_k)
-            pieces = pieces_of_bits(bits, seqlen_q, seqlen_k)
-        return sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
+        tell_strange_entries(key_lists, key_list_block, ListedRows(seqlen_k))
+        size = (key_list_queries, key_list_block)
+        return sparsity_of_lists(key_lists, size, seqlen_q, seqlen_k)
 
     # -- reading one -------------------------------------------------------------------------------
 
@@ -336,6 +331,23 @@ def sparsity_of_pieces(
     """
     rows, columns = lists_of_pieces(pieces)
     return BlockSparsity(seqlen_q, seqlen_k, rows, columns, bits)
+
+
+def sparsity_of_lists(
+    key_lists: Tensor, size: tuple[int, int], seqlen_q: int, seqlen_k: int
+) -> BlockSparsity:
+    """BlockSparsity.from_key_lists of arguments that are right; `size`: queries of a list and keys
+    of a block.
+    """
+    queries, block = size
+    bits = None
+    if queries % PIECE == block % PIECE == 0:
+        listed = listed_blocks(key_lists.transpose(1, 2), -(-seqlen_k // block))
+        pieces = pieces_of_blocks(listed, size, seqlen_q, seqlen_k).to(torch.uint8) * VISIBLE
+    else:
+        bits = bits_of_lists(key_lists, queries, block, seqlen_q, seqlen_k)
+        pieces = pieces_of_bits(bits, seqlen_q, seqlen_k)
+    return sparsity_of_pieces(pieces, bits, seqlen_q, seqlen_k)
 
 
 # -- block masks of torch --------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def varlen_call(guards: list[Guard], cu_q: Any, cu_k: Any, **options: Any) -> Re
     """Forward and backward of the packed call, causal."""
     leaves = [guard.tensor.detach().requires_grad_() for guard in guards]
     out, lse, _ = flash_attn_varlen_func(
-        *(*leaves, int32(cu_q), int32(cu_k), None, None),
+        *(*leaves, int32(cu_q), int32(cu_k), *options.pop("max_seqlens", (None, None))),
         causal=True,
         return_attn_probs=True,
         **options,
@@ -441,6 +441,39 @@ def list_cases() -> Iterator[BadContent]:
         yield BadContent(f"listed page {page}", match, partial(prepare, True, 7, table))
 
 
+def block_list_cases() -> Iterator[BadContent]:
+    """Lists of blocks of keys that name what is no block of the sequence: which kernels read as
+    they are, and as a mask.
+    """
+    lengths = GOOD_K[2] - GOOD_K[1]  # keys of sequence 1
+
+    def prepare(packed: bool, queries: int, block: int, bad: int) -> Prepared:
+        shapes = [(BATCH, TOTAL, heads, HEAD_DIM) for heads in (HEADS_Q, HEADS_K, HEADS_K)]
+        guards = [Guard(name, normal(*shape), 1) for name, shape in zip("qkv", shapes, strict=True)]
+        guards = varlen_inputs() if packed else guards
+        rows = (TOTAL,) if packed else (BATCH, -(-TOTAL // queries))
+        lists = torch.zeros((*rows, HEADS_K, 3), dtype=torch.int32, device=DEVICE)
+        lists[..., 1] = -1
+
+        def call(entry: int) -> Results:
+            (lists[GOOD_Q[1] + 2] if packed else lists[1, 0])[1, 2] = entry
+            options = {"key_lists": lists, "key_list_block": block}
+            if packed:
+                return varlen_call(guards, GOOD_Q, GOOD_K, max_seqlens=(TOTAL, TOTAL), **options)
+            q, k, v = (guard.tensor for guard in guards)
+            return {"out": flash_attn_func(q, k, v, key_list_queries=queries, **options)}
+
+        return Prepared(call=lambda: call(bad), expected=lambda: call(-1), guards=guards)
+
+    for packed, queries, block in ((True, 1, 64), (True, 1, 1), (False, 1, 16), (False, 64, 64)):
+        keys = lengths if packed else TOTAL
+        for bad in (-(-keys // block), INT_MAX, -2, INT_MIN):
+            kind = "packed" if packed else f"lists of {queries}"
+            match = error_pattern("key_lists", bad, 1)
+            name = f"{kind} key_lists {bad} of {block}"
+            yield BadContent(name, match, partial(prepare, packed, queries, block, bad))
+
+
 def unspecified_cases() -> Iterator[BadContent]:
     """Flagged and safe, but what comes out is nobody's promise."""
 
@@ -495,7 +528,7 @@ def unspecified_cases() -> Iterator[BadContent]:
 def bad_content_cases() -> list[BadContent]:
     of_caches = (*cache_cases(), *list_cases())
     return [
-        *(*varlen_cases(), *origin_cases(), *tree_cases()),
+        *(*varlen_cases(), *origin_cases(), *tree_cases(), *block_list_cases()),
         *(*of_caches, *unspecified_cases()),
     ]
 

@@ -177,19 +177,23 @@ class MaskedCase:
         return arguments
 
     def _lists(self, blocks: Tensor) -> Tensor:
-        """key_lists of blocks, in no order, with one twice, none between them and others than
-        there are.
+        """key_lists of blocks, those that a sequence has, in no order, with one twice and none
+        between them.
         """
         rows = -(-self.seqlens[0] // self.mask.queries)
         shape = (self.of.batch, self.of.num_heads_k, rows, blocks.shape[-1])
         number = torch.arange(shape[-1], device=blocks.device)
         entries = torch.where(blocks.expand(shape), number, -1).int()
         one = (*shape[:3], 1)
-        strange = [entries.new_full(one, x) for x in (shape[-1], 1 << 30, -(1 << 30))]
-        entries = torch.cat([*strange, entries.flip(-1), entries[..., :1]], -1).transpose(1, 2)
+        none = entries.new_full(one, -1)
+        entries = torch.cat([none, entries.flip(-1), entries[..., :1]], -1).transpose(1, 2)
         if isinstance(self.of, AttentionCase):
             return entries
-        lists = [entries[i, :n] for i, n in enumerate(self.of.lengths_q)]
+        ends = [-(-keys // self.mask.size) for _, keys in self._lengths()]
+        lists = [
+            entries[i, :n].masked_fill(entries[i, :n] >= end, -1)
+            for i, (n, end) in enumerate(zip(self.of.lengths_q, ends, strict=True))
+        ]
         total = entries.new_full((self.of.total_q, *entries.shape[2:]), 0)
         packed = torch.cat(lists)
         total[: packed.shape[0]] = packed

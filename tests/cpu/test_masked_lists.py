@@ -160,8 +160,10 @@ def test_lists_are_turned_around(case: MaskedCase) -> None:
     assert call.key_lists is not None and build_info.extension is not None
     kept = replace(call, q=call.q.detach().bfloat16(), k=call.k.detach().bfloat16())
     kept.v = kept.k
-    places, rows, begins = build_info.extension.listed_queries(kept)
-    assert {x.dtype for x in (places, rows, begins)} == {torch.int32}
+    assert build_info.extension.listed_queries(kept)[3] is None
+    kept.deterministic = True
+    places, rows, begins, ranks = build_info.extension.listed_queries(kept)
+    assert {x.dtype for x in (places, rows, begins, ranks)} == {torch.int32}
     block, (heads, n) = call.key_list_block, call.key_lists.shape[-2:]
     key_rows = call.k.shape[:-2].numel()
     expected: dict[int, list[int]] = {}
@@ -185,4 +187,7 @@ def test_lists_are_turned_around(case: MaskedCase) -> None:
     for place, found in expected.items():
         span = slice(int(begins[place]), int(begins[place + 1]))
         assert rows[span].tolist() == found and set(places[span].tolist()) == {place}
+        head, lower = place // key_rows, [x for x in expected if x < place]
+        for row, rank in zip(found, ranks[span].tolist(), strict=True):
+            assert rank == sum(row in expected[x] for x in lower if x // key_rows == head)
     assert (places[int(begins[-1]) :] == heads * key_rows).all()

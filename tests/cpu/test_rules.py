@@ -145,7 +145,7 @@ ABSENT = (
     ("reads_plain_keys_in_place", NotImplementedError, "over a cache or pages without qv",
      "key_lists"),
     ("lists_blocks", NotImplementedError, "with key_lists without qv",
-     f"{OF_TRAINING} alibi_slopes deterministic leftpad_k"),
+     f"{OF_TRAINING} alibi_slopes leftpad_k"),
     ("not is_fp8", ValueError, f"where k_cache {NOT_OF_E4M3}", "q_descale k_descale"),
     ("not has_fp8_values", ValueError, f"where v_cache {NOT_OF_E4M3}",
      "v_descale quantizes_tokens"),

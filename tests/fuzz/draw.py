@@ -165,7 +165,7 @@ class Draw:
                 (
                     *((1, "attn_mask"), (1, "sparsity"), (64, "sparsity"), (128, "sparsity")),
                     *((64, "blocks"), (128, "blocks")),
-                    *((1, "key_lists"), (16, "key_lists"), (64, "key_lists"), (128, "key_lists")),
+                    *((size, "key_lists") for size in (1, 16, 32, 64, 128)),
                 )
             )
             share = self.rng.choice((0.0, 0.05, 0.5, 1.0))

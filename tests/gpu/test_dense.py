@@ -237,22 +237,23 @@ MASKS: dict[str, list[Call]] = {
             ((1, 1, False), (16, 1, True), (64, 1, False), (64, 64, True), (128, 64, False))
         ],
     ),
-    # Which kernels read as they are, or, of small blocks, in calls without a gradient.
+    # Which kernels read as they are, those of less than 16 keys in calls without a gradient.
     "lists of queries": pairs(
         batch=2, dtype=DTYPES, lengths=[(130, 200), (300, 64), (70, 333)],
         heads=[(1, 1), (4, 1), (6, 2), (16, 1), (32, 1)],
         head_dims=[(40, None), (64, None), (128, None), (192, 128), (192, None), (256, None)],
         range=[{}, {"causal": True}, {"window": (33, -1)}, {"window": (60, 9)}],
-        softcap=[0.0, 4.0], softmax_scale=[None, -0.2], sink=[None, FP32],
+        softcap=[0.0, 4.0], softmax_scale=[None, -0.2], sink=[None, FP32], deterministic=BOTH,
         layout=[Layout.contiguous, Layout.packed, Layout.odd_stride],
         mask=[
             RandomMask(density, block, "bhq", "key_lists")
-            for density, block in ((0.4, 64), (0.1, 64), (0.5, 128), (0.4, 16), (0.3, 1))
+            for density, block in ((0.4, 64), (0.1, 64), (0.5, 128), (0.3, 32), (0.4, 16), (0.3, 1))
         ],
     ),
     "a block that many queries list": grid(
         batch=1, lengths=(scaled(5000, 300), 64), heads=[(1, 1), (16, 1)], head_dim=[64, 128],
-        mask=RandomMask(1.0, 64, "bhq", "key_lists"),
+        mask=[RandomMask(1.0, block, "bhq", "key_lists") for block in (16, 64)],
+        deterministic=BOTH,
     ),
     "head dims": grid(
         batch=1, lengths=(211, 300), num_heads_k=2,

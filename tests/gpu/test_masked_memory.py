@@ -294,16 +294,19 @@ def test_results_repeat(head_dim: int) -> None:
     of = make_case(
         seqlen_q=scaled(1500, 300), seqlen_k=scaled(1500, 300), num_heads_k=2, head_dim=head_dim
     )
-    for mask, bias in (
-        (RandomMask(0.2, 128, "hq", "sparsity"), None),
-        (RandomMask(0.2, 1, "q", "sparsity"), RandomBias("bhq")),
-        (RandomMask(0.2, 64, "bhq", "key_lists"), None),
+    for deterministic, mask, bias in (
+        (False, RandomMask(0.2, 128, "hq", "sparsity"), None),
+        (False, RandomMask(0.2, 1, "q", "sparsity"), RandomBias("bhq")),
+        (False, RandomMask(0.2, 64, "bhq", "key_lists"), None),
+        (True, RandomMask(0.2, 16, "bhq", "key_lists"), None),
+        (True, RandomMask(0.8, 128, "bhq", "key_lists"), None),
     ):
-        case = MaskedCase(of, mask, bias, torch.float32)
+        case = MaskedCase(replace(of, deterministic=deterministic), mask, bias, torch.float32)
         inputs = inputs_of(case)
         expected = run_masked(case, inputs)
         for _ in range(3):
-            assert_same_bits(run_masked(case, inputs), expected, summed=case.summed)
+            found = run_masked(case, inputs)
+            assert_same_bits(found, expected, deterministic=deterministic, summed=case.summed)
 
 
 # -- opcheck ---------------------------------------------------------------------------------------

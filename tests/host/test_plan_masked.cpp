@@ -101,8 +101,9 @@ TEST(ctas_of_a_backward_take_as_many_listed_queries) {
   AttentionShape shape = training;
   shape.num_heads_q = 60;  // 15 a key head, which take 16 rows of 64
   shape.num_heads_k = 4;
-  const auto planned = [&](int entries, int block) {
+  const auto planned = [&](int entries, int block, bool deterministic = false) {
     BackwardParams params = with_tensors(call<BackwardParams>(shape, causal));
+    params.deterministic = deterministic;
     params.listed = {.entries = entries, .key_rows = 4 * 4096, .block = block};
     return plan(params);
   };
@@ -119,9 +120,14 @@ TEST(ctas_of_a_backward_take_as_many_listed_queries) {
   CHECK_EQ(few.dkdv_splits, 1);
   CHECK(few.leaves_key_sums() && few.leaves_sums());
   CHECK_EQ(few.dk_partial.count, std::int64_t{4} * 4096 * 4 * 128);
-  CHECK_ERROR(planned(1001, 32), "key_list_block must be a multiple of 64");
+  CHECK(!few.listed_turns.exists());
+  const BackwardPlan ordered = planned(1001, 128, true);
+  CHECK(!ordered.takes_turns && !ordered.additions.exists());
+  CHECK_EQ(ordered.listed_turns.count, std::int64_t{4} * 4 * (4096 + 2 * 4096) + 1);
+  // A block of fewer keys has a tile to itself.
+  for (const int block : {1, 16, 32}) CHECK_EQ(planned(1001, block).grid, few.grid);
   shape.num_heads_q = 4 * 65;
-  CHECK_ERROR(planned(1001, 64), "heads_per_key_head at most 64");
+  CHECK_ERROR(planned(1001, 64), "heads_per_key_head must be at most 64 with key_lists");
 }
 
 TEST(of_few_queries_tiles_are_run_as_well) {

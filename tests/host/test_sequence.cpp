@@ -439,9 +439,15 @@ TEST(an_entry_of_a_list_of_blocks_is_a_block_of_the_sequences_keys) {
   list.seqlen_k = 70;
   for (const int place : {0, 15, 16, 37, 159}) {
     CHECK_EQ(blocks.entry_of(place), place / 16);
-    for (const int entry : {min_int, -1, 0, 4, 5, 1 << 28, max_int}) {
+    for (const int entry : {min_int, -2, -1, 0, 4, 5, 1 << 28, max_int}) {
       const int key = entry * std::int64_t{16} + place % 16;
-      CHECK_EQ(blocks.key_at(list, entry, place), entry >= 0 && entry < 5 ? key : KeyList::none);
+      const bool is_block = entry >= 0 && entry < 5;
+      CHECK_EQ(blocks.key_at(list, entry, place), is_block ? key : KeyList::none);
+      if (is_block) continue;
+      DeviceErrors errors{};
+      blocks.tell(list, entry, 3, &errors);
+      const bool is_none = entry == -1;
+      CHECK(errors == (is_none ? DeviceErrors{} : error(DeviceCheck::key_lists, 3, entry, 4)));
     }
   }
   CHECK_EQ(ListedBlocks::of(1).key_at(list, 69, 5), 69);

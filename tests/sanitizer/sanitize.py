@@ -72,8 +72,8 @@ from tests.cases.second_order import DerivativeCase
 from tests.cases.varlen import in_longer_buffers
 from tests.reference import AttentionResult
 from tests.reference.tolerance import compare
-from tests.sanitizer import cases
-from tests.sanitizer.cases import ListChange, MaskChange
+from tests.sanitizer import cases, masked_cases
+from tests.sanitizer.masked_cases import ListChange, MaskChange
 
 # A call: its name, what runs it and returns what is wrong or raises AssertionError, and why this
 # build cannot.
@@ -404,13 +404,13 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
     for sums in cases.sanitized_sum_cases(DEVICE):
         lacking = missing_row(sums.row(), backward=True)
         yield f"sums: {sums}", lambda seed, sums=sums: sums.problems(seed) + flagged(), lacking
-    for name, masked, change in cases.masked_cases():
+    for name, masked, change in masked_cases.masked_cases():
         yield masked_call(name, masked, change_mask=change)
     for case in cases.long_cases():
         yield call_of("many keys: ", run_case, case)
     for case in (*cases.many_tile_cases(), *cases.value_cases()):
         yield call_of("many tiles: ", run_case, cases.with_most_heads(case, most_heads))
-    for masked, change in cases.many_tile_masked_cases():
+    for masked, change in masked_cases.many_tile_masked_cases():
         masked = replace(masked, of=cases.with_most_heads(masked.of, most_heads))
         yield masked_call("many tiles", masked, change_mask=change)
     for derivative in cases.derivative_cases(DEVICE):
@@ -427,9 +427,9 @@ def calls(most_heads: int | None = None) -> Iterator[Call]:
     lacking = missing_row(AttentionCase(causal=True), backward=True)
     for bad in bad_input.bad_content_cases():
         yield f"bad input: {bad.name}", partial(run_bad_content, bad), lacking
-    for name, masked, change_lists in cases.bad_list_cases():
+    for name, masked, change_lists in masked_cases.bad_list_cases():
         yield masked_call(f"bad input: lists with {name}", masked, change_lists=change_lists)
-    for masked in cases.outgrown_cases():
+    for masked in masked_cases.outgrown_cases():
         yield masked_call("bad input: longer than its mask", masked, run_longer_sequence)
 
 

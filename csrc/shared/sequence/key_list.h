@@ -52,8 +52,21 @@ struct ListedBlocks {
 
   // The key at a place of a list whose entry there is `entry`, seen or not, or none.
   FAC_HOST_DEVICE int key_at(const KeyList& list, int entry, int place) const {
-    const bool is_block = entry >= 0 && entry <= (list.seqlen_k - 1) >> log2_size;
+    const bool is_block = entry >= 0 && entry <= last_block(list);
     return is_block ? (entry << log2_size) + (place & ((1 << log2_size) - 1)) : KeyList::none;
+  }
+
+  // Notes an entry for which it is none. sequence: the list's, which a kernel may have no register
+  // for.
+  FAC_HOST_DEVICE void tell(const KeyList& list, int entry, int sequence,
+                            DeviceErrors* errors) const {
+    if (entry != KeyList::none)
+      report(errors, DeviceCheck::key_lists, sequence, entry, last_block(list));
+  }
+
+ private:
+  FAC_HOST_DEVICE int last_block(const KeyList& list) const {
+    return (list.seqlen_k - 1) >> log2_size;
   }
 };
 

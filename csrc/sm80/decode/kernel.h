@@ -211,6 +211,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   if constexpr (Traits::has_lists) {
     list = KeyList::of(params, sequence, first_query, work.head);
     if (list.entries != nullptr) visible = {.begin = 0, .end = list.count};
+    if (Traits::lists_blocks) smem.sequence_of_list = sequence.index;  // for bad entries alone
   }
   const KeySpan span = split_span<Traits>(args, visible, item);
   if (span.empty() && split > 0) {
@@ -224,7 +225,7 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
   const int own_slice =
       first_slice +
       (group + Traits::num_groups - first_slice % Traits::num_groups) % Traits::num_groups;
-  SliceLoader<Traits> loader(args, work, span, list, part, lane);
+  SliceLoader<Traits> loader(args, work, span, list, &smem.sequence_of_list, part, lane);
   if (own_slice < slices) loader.start(span.origin + own_slice * slice);
 
   typename Traits::Mma mma;

@@ -17,10 +17,10 @@ class SliceLoader {
   static constexpr int slice = Traits::slice;
 
   // For the keys of `span`, whose other ones become zeros in a slice, unread. With a list the span
-  // is of its entries, and places in it stand for keys below. part: which of a group's warps loads
-  // its columns.
+  // is of its entries, and places in it stand for keys below. sequence_of_list: in shared memory.
+  // part: which of a group's warps loads its columns.
   CUTE_DEVICE SliceLoader(DecodeArguments const& args, TileWork const& work, KeySpan const& span,
-                          KeyList const& list, int part, int lane)
+                          KeyList const& list, const int* sequence_of_list, int part, int lane)
       : params(args.params),
         rows(KeyRows::of(args.params.paged, work.sequence)),
         span(span),
@@ -36,7 +36,8 @@ class SliceLoader {
         has_vector_rows(Traits::is_e4m3 || args.has_vector_rows),
         has_consecutive_rows(has_vector_rows && !converts() && are_consecutive(rows, span.origin) &&
                              !(Traits::is_latent && list.entries != nullptr)),
-        list(list) {
+        list(list),
+        sequence_of_list(sequence_of_list) {
     if constexpr (Traits::lists_blocks) {
       blocks = ListedBlocks::of(params.key_list_block);
       has_runs = has_vector_rows && params.key_list_block % slice == 0;
@@ -58,6 +59,7 @@ class SliceLoader {
     look_up(key_after);
     if (Traits::lists_blocks && has_runs) {
       present = run;
+      if (run == 0) return;  // a slice that nobody reads
       copy_consecutive(stage, place, [&](int row) { return (run >> lane_row >> row & 1) != 0; });
     } else if (!Traits::lists_blocks && has_consecutive_rows) {
       const KeyPlace first = rows.checked(place, params.errors);
@@ -106,6 +108,7 @@ class SliceLoader {
   // Of a list of blocks: the places from key_begin on.
   CUTE_DEVICE void look_up_blocks(int key_begin) {
     const int key = blocks.key_at(list, entry, key_begin + (has_runs ? 0 : lane));
+    if (key == KeyList::none) blocks.tell(list, entry, *sequence_of_list, params.errors);
     seen_of_run = key == KeyList::none ? 0 : seen_keys(list.visible, key, slice);
     is_listed = (seen_of_run & 1) != 0;
     if (has_runs ? seen_of_run != 0 : is_listed) next = rows.look_up(key);
@@ -227,6 +230,7 @@ class SliceLoader {
     }
     misses = misses || __any_sync(0xffffffffu, is_missing);
     if constexpr (Traits::has_lists) present = __ballot_sync(0xffffffffu, k_offset != none);
+    if (Traits::lists_blocks && present == 0) return;
     if constexpr (Traits::is_e4m3) {
       copy_vectors(stage, k_offset, v_offset);
       copy_scales(k_offset == none ? KeyPlace{} : place, scales);
@@ -397,6 +401,7 @@ class SliceLoader {
   const bool has_vector_rows;
   const bool has_consecutive_rows;  // and vectors
   const KeyList list;
+  const int* const sequence_of_list;
   int entry = KeyList::none;  // this lane's of the slice after that to come
   bool is_listed = false;     // whether the list names a key for `next`
   unsigned present = 0;

@@ -94,6 +94,7 @@ struct DecodeTraits {
     FoundSequence found;
     bool is_last;
     int next_item;
+    int sequence_of_list;
     alignas(16)
         std::uint32_t queries[shares_queries ? block_m * query_columns * warps_per_group / 2 : 1];
     float query_units[is_e4m3 && shares_queries ? warps_per_group : 1];

@@ -6,6 +6,8 @@
 // many entries each, whatever block they are of, so that one that every query lists is shared by
 // many. A CTA walks runs of entries of one block each, with dK and dV of the tile in registers, and
 // adds them to fp32 sums at the end of a run. dQ is added to fp32 sums in every step, row by row.
+// turns.h has what both do in a fixed order. Blocks of fewer keys than a tile have one to
+// themselves, whose other keys count as hidden.
 //
 // Threads: num_warps x 32. Shared memory: K and V, Q and dO of a step, P and dS in 16 bits. The
 // next rows load while dQ is multiplied.
@@ -16,7 +18,7 @@
 #include "shared/scores/score_modifiers.h"
 #include "sm80/backward/scores.h"
 #include "sm80/epilogue.h"
-#include "sm80/listed_backward/rows.h"
+#include "sm80/listed_backward/turns.h"
 
 namespace flash_attn_cuda::sm80 {
 
@@ -26,8 +28,11 @@ CUTE_DEVICE void find_run(ListedArguments const& args, int begin, int end, int p
                           ListedRun& run) {
   const ListedQueries& listed = args.of.params.listed;
   const int place = listed.places[begin];
+  run.place = place;
+  run.part = part;
   run.block = listed_block(args.of.params, args.of.table, args.of.q_tiles_per_sequence, place);
   run.key_begin = run.block.key_begin + part * Traits::block_n;
+  run.key_end = min(run.block.key_begin + listed.block, run.block.sequence.seqlen_k);
   run.begin = begin;
   run.end = min(end, listed.begins[place + 1]);
 }
@@ -45,7 +50,7 @@ CUTE_DEVICE void differentiate_listed(ListedArguments const& args, GatheredRows<
     CUTE_UNROLL
     for (int row = 0; row < size<0>(scores); ++row) {
       const int query = rows.query_of(get<0>(coords(row, 0)), buffer);
-      const Reach seen = reach_of(band, query, query, sequence.seqlen_k);
+      const Reach seen = reach_of(band, query, query, smem.run.key_end);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
         if (!seen.holds(smem.run.key_begin + get<1>(coords(row, col)))) scores(row, col) = 0.0f;
@@ -87,7 +92,7 @@ CUTE_DEVICE void add_key_gradient(ListedArguments const& args, ListedRun const& 
   const std::int64_t first_row =
       std::int64_t(sequence.batch_k) * shape.seqlen_k + sequence.row_k + run.key_begin;
   float* first = sums + (first_row * shape.num_heads_k + run.block.head) * Traits::head_dim;
-  const int keys = sequence.seqlen_k - run.key_begin;
+  const int keys = run.key_end - run.key_begin;
   add_rows<Traits::block_n, Traits::head_dim>(
       accumulator, typename Traits::DkdvMma{}, thread, [&](int row) -> float* {
         if (row >= keys) return nullptr;
@@ -106,6 +111,7 @@ CUTE_DEVICE void walk_run(ListedArguments const& args, typename Traits::SharedSt
   ListedRun const& run = smem.run;
   const Sequence& sequence = run.block.sequence;
   const GatheredRows<Traits> rows{args, smem, thread};
+  const OwnListedTurns<Traits> turns{args, smem, thread};
 
   auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (block_m, head_dim)
   auto sdO = smem_tile<typename Traits::QueryLayout>(smem.dout);
@@ -131,7 +137,7 @@ CUTE_DEVICE void walk_run(ListedArguments const& args, typename Traits::SharedSt
   };
   const auto load_keys = [&](TensorView const& view, int columns, auto& tile) {
     Traits::KeyLoader::load(view, sequence.batch_k, run.block.head, sequence.row_k + run.key_begin,
-                            sequence.seqlen_k - run.key_begin, columns, tile, thread);
+                            run.key_end - run.key_begin, columns, tile, thread);
   };
 
   load_keys(params.k, params.shape.head_dim, sK);
@@ -167,6 +173,7 @@ CUTE_DEVICE void walk_run(ListedArguments const& args, typename Traits::SharedSt
       rows.load(buffer ^ 1);
       commit_loads();
     }
+    turns.wait_for_queries(first, rows.queries_per_step());
     constexpr int dq_columns = Traits::dq_columns;
 #pragma unroll 1
     for (int column = 0; column < head_dim; column += dq_columns) {
@@ -179,12 +186,15 @@ CUTE_DEVICE void walk_run(ListedArguments const& args, typename Traits::SharedSt
         return args.of.dq_accum + (rows.place_of(row, buffer) * head_dim + column);
       });
     }
+    turns.pass_on_queries(first, rows.queries_per_step());
     buffer ^= 1;
   }
+  turns.wait_for_tile();
   CUTE_UNROLL
   for (int i = 0; i < size(tdKrdK); ++i) tdKrdK(i) *= args.of.score_factor;
   add_key_gradient<Traits>(args, run, args.of.dk_partial, tdKrdK, thread);
   add_key_gradient<Traits>(args, run, args.of.dv_partial, tdVrdV, thread);
+  turns.pass_on_tile();
 }
 
 template <class Tag>
@@ -196,9 +206,11 @@ __global__ void __launch_bounds__(ListedBackwardTraits<Tag>::threads,
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(smem_bytes);
   const ListedQueries& listed = args.of.params.listed;
   const int thread = threadIdx.x;
+  const OwnListedTurns<Traits> turns{args, smem, thread};
   // Neighbours have the same queries.
-  const int share = blockIdx.x / args.tiles_per_block;
-  const int part = blockIdx.x - share * args.tiles_per_block;
+  const int index = turns.ticket();
+  const int share = index / args.tiles_per_block;
+  const int part = index - share * args.tiles_per_block;
   const int entries = listed.begins[args.of.params.shape.num_heads_k * listed.key_rows];
   const std::int64_t first = std::int64_t(share) * args.entries_per_cta;
   if (first >= entries) return;
@@ -209,9 +221,10 @@ __global__ void __launch_bounds__(ListedBackwardTraits<Tag>::threads,
     if (thread == 0) find_run<Traits>(args, next, end, part, smem.run);
     __syncthreads();
     next = smem.run.end;
-    const ListedBlock& block = smem.run.block;
-    if (block.key_begin >= 0 && smem.run.key_begin < block.sequence.seqlen_k)
+    if (smem.run.block.key_begin >= 0 && smem.run.key_begin < smem.run.key_end)
       walk_run<Traits>(args, smem, thread);
+    else
+      turns.skip_run();
     __syncthreads();  // what is in shared memory is not needed
   }
 }

@@ -6,8 +6,21 @@
 
 namespace flash_attn_cuda::sm80 {
 
+// Counters of sums in a fixed order (sm80/listed_backward/turns.h), zeros at first.
+struct ListedTurns {
+  int* of_queries = nullptr;  // (rows of q, num_heads_k): tiles that have added to dQ; null: nobody
+                              // waits
+  int* of_tiles = nullptr;    // (places of ListedQueries, tiles_per_block): CTAs that have added to
+                              // dK and dV
+  int* tickets = nullptr;     // CTAs that have started
+  int query_rows = 0;
+
+  CUTE_DEVICE bool are_taken() const { return of_queries != nullptr; }
+};
+
 struct ListedArguments {
   BackwardArguments of;
+  ListedTurns turns;
   int log2_heads;       // rows that a query has in a step: its heads, or the power of two above
   int tiles_per_block;  // of keys
   int entries_per_cta;  // of ListedQueries

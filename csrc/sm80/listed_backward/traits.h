@@ -10,7 +10,10 @@ namespace flash_attn_cuda::sm80 {
 // Entries of a block's queries that a CTA walks one after the other.
 struct ListedRun {
   ListedBlock block;
+  int place;      // of it
+  int part;       // which of the block's tiles
   int key_begin;  // of the tile's keys
+  int key_end;    // of the block's keys that are there
   int begin;      // of the entries
   int end;
 };
@@ -40,6 +43,7 @@ struct ListedBackwardTraits : KeyTileTraits<Tag> {
     int queries[2][block_m];  // of a step and the one after it, by their place in the sequence;
                               // negative: none
     ListedRun run;
+    int ticket;
   };
 
   static_assert(!Base::shares_columns, "a CTA has all columns");
