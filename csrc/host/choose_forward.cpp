@@ -41,11 +41,12 @@ std::int64_t packed_rows(const ForwardParams& params) {
 bool prefers_decode(const ForwardParams& params) {
   if (params.dropout.threshold > 0 || params.tangents.is_given || params.max_logits != nullptr)
     return false;
+  const bool has_cache = params.sequences.seqused_k != nullptr ||
+                         params.paged.block_table != nullptr || params.split.num_splits != 1;
+  if (params.score.wants(feature::bias) && !has_cache) return false;
   if (params.split.batch_invariant && is_packed(params.sequences)) return true;
   constexpr std::int64_t rows_with_cache = 64;
   constexpr std::int64_t rows_without = 16;
-  const bool has_cache = params.sequences.seqused_k != nullptr ||
-                         params.paged.block_table != nullptr || params.split.num_splits != 1;
   return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
 }
 

@@ -74,6 +74,7 @@ class Known(NamedTuple):
 
 KNOWN = {
     "has_masks": Known("attn_mask", "None", "a tensor"),
+    "has_lists": Known("block_mask", "None", "a mask"),
     "quantizes_tokens": Known("quantize", "None", "'token'"),
     "bounds_right": Known("window_size", "unbounded on the right", "a right bound"),
     "has_cache_seqlens": Known("cache_seqlens", "None", "a tensor"),
@@ -96,6 +97,7 @@ def range_in_words(said: Mapping[str, Any]) -> str:
 
 # What calls alone have that a backward follows.
 _OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin", "return_max_logits")
+_LACKED_IN_PLACE = ("dropout_p", "has_lists", "bias_by_distance", *_OF_TRAINING[2:])
 _OF_PACKED = (
     *("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "qv"),
     "tree_mask",
@@ -110,8 +112,8 @@ _SCALE_OF_QV = "as a model scales by the head dim that it has without absorption
 OF_CALL = (
     Rules("is_of_one_length", "without cu_seqlens_q", absent=_OF_PACKED),
     Rules("not over_cache", "without over_cache", absent=_OF_CACHE),
-    Rules("over_cache", "over a cache", refused=_OF_TRAINING),
-    Rules("block_table", "with a block_table", refused=_OF_TRAINING),
+    Rules("over_cache", "over a cache", refused=_LACKED_IN_PLACE),
+    Rules("block_table", "with a block_table", refused=_LACKED_IN_PLACE),
     Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
     Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
     Rules("not bias", "without a bias", absent=("bias_by_distance",)),

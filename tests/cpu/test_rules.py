@@ -37,6 +37,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "bias": ("attn_mask", torch.zeros(2, 4, 3, 10), "None", "a tensor"),
     "quantizes_tokens": ("quantize", True, "None", "'token'"),
     "bias_by_distance": ("bias_by_distance", True, "False", "True"),
+    "block_rows": ("block_mask", torch.zeros(1, 1, 1, 3, dtype=torch.int32), "None", "a mask"),
     "fp32_results": ("fp32_results", True, "False", "True"),
     "return_max_logits": ("return_max_logits", True, "False", "True"),
     "values_include_rope": ("values_include_rope", True, "False", "True"),
@@ -45,6 +46,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "bounds_right": ("window_size", 0, "unbounded on the right", "a right bound"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin return_max_logits"
+LACKED_IN_PLACE = "dropout_p block_rows bias_by_distance fp32_results origin return_max_logits"
 UNABSORBED = "as a model scales by the head dim that it has without absorption"
 ROTARY = "rotary_cos rotary_sin"
 OF_TREE = "with a tree_mask, which says what of their own keys queries see"
@@ -131,8 +133,8 @@ ABSENT = (
      "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table qv tree_mask"),
     ("not over_cache", ValueError, "without over_cache",
      f"cache_batch_idx seqlen_k k_new v_new cu_seqlens_k_new {ROTARY}"),
-    ("over_cache", NotImplementedError, "over a cache", OF_TRAINING),
-    ("block_table", NotImplementedError, "with a block_table", OF_TRAINING),
+    ("over_cache", NotImplementedError, "over a cache", LACKED_IN_PLACE),
+    ("block_table", NotImplementedError, "with a block_table", LACKED_IN_PLACE),
     ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
     ("not has_lists", ValueError, "without a block mask", "mask_bits"),
     ("not bias", ValueError, "without a bias", "bias_by_distance"),
@@ -484,7 +486,7 @@ def test_of_a_direction(fact: str, words: str) -> None:
 
 def test_every_rule_is_broken_here() -> None:
     """By a call of which its fact holds."""
-    named = {"bias": "has_masks"}
+    named = {"bias": "has_masks", "block_rows": "has_lists"}
     broken = {(fact, named.get(name, name)) for (fact, name), *_ in CASES.values()}
     stated = {
         (each.fact, name)

@@ -23,7 +23,7 @@ from tests.cases.attention import (
 from tests.cases.fp8_cache import FORMS as SCALE_FORMS
 from tests.cases.fp8_cache import STRIDES, Fp8Case
 from tests.cases.fp8_harness import LATENT_FORMS, V4_ROWS
-from tests.cases.kvcache import TREES
+from tests.cases.kvcache import MASKS, TREES
 from tests.cases.layouts import DRAWN
 from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
@@ -253,6 +253,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
     heads = draw.rng.choice(HEADS_OF_LATENT)
     scale = draw.rng.choice((192**-0.5, 192**-0.5, 0.3, 0.0, -0.1))
     of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": scale, "alibi": None}
+    of_latent["mask"] = None
     of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
     if draw.chance(0.5):
         of_latent |= {"keys_per_list": draw.length(2100), "tree": None}
@@ -260,7 +261,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
 
 
 def fp8_cache(draw: Draw) -> RandomCall:
-    case = _over_cache(draw, draw.head_dims(step=16))
+    case = replace(_over_cache(draw, draw.head_dims(step=16)), mask=None)
     forms = [draw.rng.choice(SCALE_FORMS)] * 2
     if draw.chance(0.4):
         forms[1] = draw.rng.choice(SCALE_FORMS)
@@ -319,6 +320,8 @@ def _over_cache(draw: Draw, head_dims: dict[str, Any]) -> KvCacheCase:
     if draw.chance(0.2):
         fields["tree"] = draw.rng.choice(TREES)
         features |= {"causal": False, "window": (features.get("window", (-1, -1))[0], -1)}
+    elif draw.chance(0.2):
+        fields["mask"] = draw.rng.choice(MASKS)
     return KvCacheCase(
         cached,
         queries,

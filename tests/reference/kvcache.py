@@ -40,6 +40,7 @@ class CacheTensors:
     qv: Tensor | None = None
     key_lists: Tensor | None = None
     tree_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -140,6 +141,9 @@ def kvcache_reference(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **others}
     tensors, features = told_apart(CacheTensors, given)
     options = replace(options, **features)
+    if (given_mask := tensors.attn_mask) is not None:
+        is_bool = given_mask.dtype == torch.bool
+        options = replace(options, **{"mask" if is_bool else "bias": given_mask})
     tables, block_table = (tensors.rotary_cos, tensors.rotary_sin), tensors.block_table
     qv, key_lists, tree_mask = tensors.qv, tensors.key_lists, tensors.tree_mask
     result = KvCacheResult(

@@ -87,6 +87,34 @@ struct ScoreBias {
   }
 };
 
+// Adds the bias to a tile whose rows are of several heads. Its scores are not in units.
+// query_of(row), head_of(row): the row's; rows of no query keep their scores.
+template <class Element, class Scores, class Coords, class QueryOf, class HeadOf>
+CUTE_DEVICE void add_bias_of_rows(BiasParams const& bias, Sequence const& sequence, Scores& scores,
+                                  Coords const& coords, int key_begin, QueryOf query_of,
+                                  HeadOf head_of) {
+  using namespace cute;
+  const auto add = [&](const auto* data) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int query = query_of(row);
+      if (query >= min(sequence.seqlen_q, bias.rows)) continue;
+      const auto* source = data + sequence.index * bias.batch_stride +
+                           head_of(row) * bias.head_stride + query * bias.row_stride;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int key = key_begin + get<1>(coords(row, col));
+        if (key < bias.columns) scores(row, col) += static_cast<float>(source[key]);
+      }
+    }
+  };
+  if (bias.is_fp32) {
+    add(static_cast<const float*>(bias.data));
+  } else {
+    add(static_cast<const Element*>(bias.data));
+  }
+}
+
 namespace detail {
 
 // dscores, times factor -> the rows of one head of the gradient, whose elements have one pair each.
