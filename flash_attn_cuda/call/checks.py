@@ -181,10 +181,9 @@ def extent_of(call: AttentionCall) -> masks.PairExtent:
     is_packed = call.is_packed()
     seqlen_q = call.max_seqlen_q if is_packed else call.q.shape[1]
     if call.over_cache:
-        new = call.k_new
-        is_known = call.seqlen_k is not None and call.cu_seqlens_k_new is None
-        added = new.shape[1] if is_known and new is not None else 0
-        seqlen_k = call.seqlen_k + added if is_known else call.capacity()
+        seqlen_k = call.capacity()
+        if call.seqlen_k is not None and call.cu_seqlens_k_new is None:
+            seqlen_k = call.seqlen_k + (0 if call.k_new is None else call.k_new.shape[1])
     else:
         seqlen_k = call.max_seqlen_k if is_packed else call.k.shape[1]
     return masks.PairExtent(call.batch(), call.q.shape[-2], seqlen_q, seqlen_k, is_packed)

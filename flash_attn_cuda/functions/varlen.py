@@ -131,8 +131,9 @@ def flash_attn_varlen_func(
             must be integers.
         key_list_block: as in flash_attn_func; with a qv 1.
         key_list_queries: 1.
-        relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
-            max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
+        relative_bias: as in flash_attn_func, with a block_table as in flash_attn_with_kvcache. Else
+            its memory grows with max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is
+            cu_seqlens_q.
         values_include_rope: as in flash_attn_with_kvcache.
         tree_mask: (total_q, n), bool, as in flash_attn_with_kvcache; there is no backward.
         return_max_logits: as in flash_attn_func, and not with a block_table, a qv or k of FP8.

@@ -68,6 +68,7 @@ class KvCacheCase(Features):
     keys_per_list: int | None = feature(None, "lists{0.keys_per_list}".format)  # None: no lists
     tree: str | None = feature(None, "tree_{0.tree}".format, needs="split_kv")  # of TREES
     mask: str | None = feature(None, "mask_{0.mask}".format, needs="bias")  # of MASKS
+    reach: int | None = feature(None, "reach{0.reach}".format, needs="bias")  # of a relative_bias
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
@@ -143,6 +144,7 @@ class KvCacheCase(Features):
             qv=normal(*q.shape[:-1], self.value_dim) if self.has_qv else None,
             tree_mask=self._tree_mask(generator),
             attn_mask=self._mask(generator),
+            relative_bias=self._relative_bias(generator),
         )
         return inputs if self.keys_per_list is None else self._with_lists(inputs, generator)
 
@@ -184,6 +186,15 @@ class KvCacheCase(Features):
         bias = torch.randn(shape, device=self.device, generator=generator).to(dtype)
         mask = poisoned(bias, *shape[:-1], rows + 3)[..., :rows]
         return mask.copy_(bias.masked_fill(~shown, -torch.inf))
+
+    def _relative_bias(self, generator: torch.Generator) -> Tensor | None:
+        """Of q's dtype or, of an even reach, fp32, in a wider tensor of NaN."""
+        if self.reach is None:
+            return None
+        shape, dtype = (self.num_heads_q, 2 * self.reach + 1), self.dtype
+        bias = torch.randn(shape, device=self.device, generator=generator)
+        bias = bias.to(torch.float32 if self.reach % 2 == 0 else dtype)
+        return poisoned(bias, shape[0], shape[1] + 3)[:, 1:-2].copy_(bias)
 
     def _sink(self, generator: torch.Generator) -> Tensor | None:
         if self.sink is None:

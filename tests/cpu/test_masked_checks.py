@@ -231,6 +231,11 @@ def test_pages_take_no_block_mask() -> None:
         with pytest.raises(NotImplementedError, match=f"^{name}: must be None with a block_table"):
             flash_attn_varlen_func(**given, **{name: value})
     flash_attn_varlen_func(**given, attn_mask=ones(7, 9))
+    table = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^relative_bias: must not require grad"):
+        flash_attn_varlen_func(**given, relative_bias=table)
+    with pytest.raises(NotImplementedError, match=r"^relative_bias: must be None with an attn_mas"):
+        flash_attn_varlen_func(**given, relative_bias=table.detach(), attn_mask=ones(7, 9))
     with pytest.raises(TypeError, match=r"^max_seqlen_k: must be an integer with a tensor attn_m"):
         flash_attn_varlen_func(**given | {"max_seqlen_k": None}, attn_mask=ones(7, 9))
     with pytest.raises(ValueError, match=r"^attn_mask: must have .* end in seqlen_k 9, got .*12"):
@@ -283,6 +288,10 @@ def test_masks_of_a_cache() -> None:
     packed = given | {"q": q.flatten(0, 1), "cu_seqlens_q": int32(0, queries, 2 * queries)}
     with pytest.raises(TypeError, match=r"^max_seqlen_q: must be an integer with a tensor attn_m"):
         flash_attn_with_kvcache(**packed, attn_mask=ones(queries, rows))
+    with pytest.raises(NotImplementedError, match=r"^attention_chunk: must be 0 with relative_b"):
+        flash_attn_with_kvcache(**given, relative_bias=torch.zeros(4, 5), attention_chunk=3)
+    with pytest.raises(ValueError, match=r"^relative_bias: must have shape .*got \(4, 6\)"):
+        flash_attn_with_kvcache(**given, relative_bias=torch.zeros(4, 6))
     mask = torch.rand(batch, 1, queries, 5) < 0.5
     of_five = flash_attn_with_kvcache(**given | {"cache_seqlens": 5}, attn_mask=mask)
     wider = torch.nn.functional.pad(mask, (0, rows - 5))

@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "bounds_right": ("window_size", 0, "unbounded on the right", "a right bound"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin return_max_logits"
+LACKED_BY_FEW = f"{OF_TRAINING} relative_bias"
 LACKED_IN_PLACE = "dropout_p block_rows bias_by_distance fp32_results origin return_max_logits"
 UNABSORBED = "as a model scales by the head dim that it has without absorption"
 ROTARY = "rotary_cos rotary_sin"
@@ -113,6 +114,8 @@ CALLS: dict[str, Described] = {
     "rotary_cos": CACHE | APPENDS | {"rotary_cos": zeros(9, 8)},
     "rotary_sin": CACHE | APPENDS | {"rotary_sin": zeros(9, 8)},
     "reads_in_place": PAGED,
+    "not reads_in_place": ONE_LENGTH,
+    "relative_bias": CACHE | {"relative_bias": torch.zeros(4, 5)},
     "fp32_results": ONE_LENGTH | {"fp32_results": True},
     "reads_plain_keys_in_place": PAGED,
     "lists_blocks": PACKED | {"key_lists": integers(6, 2, 9)},
@@ -135,14 +138,16 @@ ABSENT = (
      f"cache_batch_idx seqlen_k k_new v_new cu_seqlens_k_new {ROTARY}"),
     ("over_cache", NotImplementedError, "over a cache", LACKED_IN_PLACE),
     ("block_table", NotImplementedError, "with a block_table", LACKED_IN_PLACE),
+    ("not reads_in_place", ValueError, "without a cache and pages", "relative_bias"),
+    ("relative_bias", NotImplementedError, "with a relative_bias", "bias"),
     ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
     ("not has_lists", ValueError, "without a block mask", "mask_bits"),
     ("not bias", ValueError, "without a bias", "bias_by_distance"),
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
-    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
-    ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
+    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{LACKED_BY_FEW} qv"),
+    ("qv", NotImplementedError, "with qv", f"{LACKED_BY_FEW} alibi_slopes"),
     ("tree_mask", ValueError, OF_TREE, "causal bounds_right"),
-    ("tree_mask", NotImplementedError, OF_TREE, OF_TRAINING),
+    ("tree_mask", NotImplementedError, OF_TREE, LACKED_BY_FEW),
     ("key_lists", NotImplementedError, "with key_lists", "tree_mask"),
     ("reads_plain_keys_in_place", NotImplementedError, "over a cache or pages without qv",
      "key_lists"),
@@ -242,6 +247,8 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (PACKED, {"tree_mask": zeros(6, 8, dtype=torch.bool)},
          "tree_mask: must have a row for each query (6) and at least max_seqlen_q (9) columns, got "
          "(6, 8)"),
+        (CACHE, {"relative_bias": zeros(4, 6)},
+         "relative_bias: must have shape (4, 2 * reach + 1), got (4, 6)"),
         (PACKED, {"key_lists": integers(6, 2, 9), "key_list_block": 24},
          "key_list_block: must be 1, 8, 16, 32, 64 or 128, got 24"),
         (PAGED, {"block_table": integers(3, 3)},

@@ -253,7 +253,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
     heads = draw.rng.choice(HEADS_OF_LATENT)
     scale = draw.rng.choice((192**-0.5, 192**-0.5, 0.3, 0.0, -0.1))
     of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": scale, "alibi": None}
-    of_latent["mask"] = None
+    of_latent |= {"mask": None, "reach": None}
     of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
     if draw.chance(0.5):
         of_latent |= {"keys_per_list": draw.length(2100), "tree": None}
@@ -261,7 +261,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
 
 
 def fp8_cache(draw: Draw) -> RandomCall:
-    case = replace(_over_cache(draw, draw.head_dims(step=16)), mask=None)
+    case = replace(_over_cache(draw, draw.head_dims(step=16)), mask=None, reach=None)
     forms = [draw.rng.choice(SCALE_FORMS)] * 2
     if draw.chance(0.4):
         forms[1] = draw.rng.choice(SCALE_FORMS)
@@ -322,6 +322,8 @@ def _over_cache(draw: Draw, head_dims: dict[str, Any]) -> KvCacheCase:
         features |= {"causal": False, "window": (features.get("window", (-1, -1))[0], -1)}
     elif draw.chance(0.2):
         fields["mask"] = draw.rng.choice(MASKS)
+    elif draw.chance(0.1):
+        fields["reach"] = draw.length(1000)
     return KvCacheCase(
         cached,
         queries,

@@ -153,6 +153,17 @@ SHAPES: dict[str, list[Call]] = {
             *({"head_dim": 512}, {"head_dim": 32, "dtype": FP16}, {"head_dims": (64, 33)}),
         ],
     ),
+    "relative biases": grid(
+        cached=(300, 0, 37), capacity=500, page_size=[None, 16], reach=[0, 5, 128],
+        queries=[(1, 1), (9, 9), (70, None), (130, 130), ((5, 0, 70), None), ((1, 130, 4),) * 2],
+        of=[
+            {"head_dim": 128, "causal": True},
+            {"head_dim": 64, "heads": (5, 5), "sink": FP32, "softmax_scale": -0.2},
+            {"head_dim": 59, "heads": (9, 3), "rotary_dim": 16, "leftpad": (90, 0, 1)},
+            {"head_dim": 256, "heads": (6, 1), "softcap": 4.0, "alibi": Alibi.per_batch},
+            {"head_dim": 512, "dtype": FP16},
+        ],
+    ),
     # Every dtype of a sink, a sequence without a key, appends.
     "sinks": grid(
         cached=(150, 0, 37), capacity=300, page_size=PAGES, causal=BOTH,
@@ -183,6 +194,10 @@ PARTS: dict[str, list[Call]] = {
             *({"queries": (16, 16)}, {"queries": (70, 70), "num_heads_k": 1}),
             {"queries": (64, 64), "head_dim": 128, "window": (900, -1)},
         ],
+    ),
+    "splits of relative biases": grid(
+        **LONG, reach=300, page_size=PAGES, num_splits=[0, 2, 64], queries=[(16, 16), (70, 70)],
+        batch_invariant=BOTH,
     ),
     "batch-invariant masks": grid(
         **LONG, queries=[(16, 16), ((9, 0, 64, 1),) * 2], page_size=PAGES, mask="fp32-bh",

@@ -80,8 +80,9 @@ SPLITS: list[dict[str, Any]] = [
     [
         *({}, {"sink": torch.bfloat16}, {"mask": RandomMask(0.7, own="bq")}),
         *({"bias": RandomBias("bhq", hidden=0.3)}, {"bias": RandomBias("h", fp32=True)}),
+        {"bias": RandomBias(reach=40)},
     ],
-    ids=["", "sink", "mask", "bias", "fp32_bias"],
+    ids=["", "sink", "mask", "bias", "fp32_bias", "relative"],
 )
 @pytest.mark.parametrize(
     "features",
@@ -101,9 +102,12 @@ def test_pages(features: dict[str, Any], of_scores: dict[str, Any], page_size: i
             head_dim=head_dim,
             **features,
         )
-        given = MaskedCase(of, **of_scores).make_inputs().options()
+        masked = MaskedCase(of, **of_scores).make_inputs()
+        given, relative_bias = masked.options(), masked.relative_bias
         attn_mask, bounds = given.get("mask", given.get("bias")), (None, None)
         needs = {} if attn_mask is None else {"mask": "bias-"}
+        if relative_bias is not None:
+            attn_mask = None
         if attn_mask is not None:
             bounds = of.max_seqlen_q, of.max_seqlen_k
         skip_without_row(
@@ -119,6 +123,7 @@ def test_pages(features: dict[str, Any], of_scores: dict[str, Any], page_size: i
                 block_table=table,
                 sink=given.get("sink"),
                 attn_mask=attn_mask,
+                relative_bias=relative_bias,
                 **splits,
             )
             assert_close(AttentionResult(out, lse), *expected)

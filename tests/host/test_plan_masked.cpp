@@ -145,6 +145,9 @@ TEST(of_few_queries_tiles_are_run_as_well) {
   CHECK_EQ(chosen<ForwardParams>(both(fp32_bias, used_lengths), few), "hd128_decode");
   CHECK_EQ(chosen<ForwardParams>(both(bias, pages)), "hd128_masked");
   CHECK_EQ(chosen<ForwardParams>(both(bias, used_lengths)), "sm90_hd128_bias");
+  const auto relative = [](auto& p) { p.score.bias = {.data = &some_float, .reach = 4}; };
+  CHECK_EQ(chosen<ForwardParams>(both(relative, used_lengths), few), "hd128_decode");
+  CHECK_EQ(chosen<ForwardParams>(both(relative, used_lengths)), "hd128_masked");
   // Only decode rows read such tensors.
   const auto unaligned = [](auto& p) { p.q.row_stride += 1; };
   CHECK_ERROR(chosen<ForwardParams>(both(max_logits, unaligned), few), "max_logits must be null");

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.dense import attention_with_gradients, low_precision
-from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.options import PLAIN, AttentionOptions, AttentionResult, distances
 from tests.reference.parts import bias_of_lists, mask_of_tree, told_apart, with_qv
 from tests.reference.varlen import dense_keys
 
@@ -41,6 +41,7 @@ class CacheTensors:
     key_lists: Tensor | None = None
     tree_mask: Tensor | None = None
     attn_mask: Tensor | None = None
+    relative_bias: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -179,6 +180,10 @@ def kvcache_reference(
         if tree_mask is not None:
             tree = tree_mask[sequence.queries].reshape(len(queries), tree_mask.shape[-1])
             part = replace(part, mask=mask_of_tree(tree, seqlen_k))
+        if (of_distance := tensors.relative_bias) is not None:
+            reach = of_distance.shape[1] // 2
+            places = distances(len(queries), seqlen_k, q.device).clamp(-reach, reach) + reach
+            part = replace(part, bias=of_distance[None, :, places])
         if key_lists is not None:
             lists = key_lists[sequence.queries].reshape(len(queries), *key_lists.shape[-2:])
             bias = bias_of_lists(lists, seqlen_k, q.shape[-2] // lists.shape[1])
