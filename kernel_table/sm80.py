@@ -66,9 +66,9 @@ SM80_FORWARD = (
         Kernel.sm80_forward, 512,
         block_m=64, block_n=64, num_warps=4, columns_per_cta=256,
         tiles=(
-            tile({"": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT, "masked": PAGED_MASKED}),
+            tile({"": CACHE_MODIFIERS, "dropout": MODIFIERS | DROPOUT, "masked": MASKED}),
             tile({"smem99k": CACHE_MODIFIERS | DROPOUT}, block_n=16),
-            tile({"masked_smem99k": PAGED_MASKED}, block_m=32, block_n=32, num_warps=2),
+            tile({"masked_smem99k": MASKED}, block_m=32, block_n=32, num_warps=2),
             tile({"e4m3": E4M3}, block_n=32),
             tile({"e4m3_smem99k": E4M3}, block_m=32, block_n=16, num_warps=2),
         ),

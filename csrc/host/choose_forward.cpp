@@ -262,11 +262,16 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
     return select_instance(instances, request, device);
   }
   if (!has_vectors) return select_instance(instances, request, device);
-  if (prefers_decode(params)) {
+  KernelRequest tiles_request = request;
+  tiles_request.kind = ForwardKind::tiles;
+  const bool has_paged_bias =
+      params.score.wants(feature::bias) && params.paged.block_table != nullptr;
+  if (prefers_decode(params) ||
+      (has_paged_bias && find_instance(instances, tiles_request, device) == nullptr)) {
     const ForwardInstance* decode = find_instance(instances, request, device);
     if (decode != nullptr) return *decode;
   }
-  request.kind = ForwardKind::tiles;
+  request = tiles_request;
   const ForwardInstance& plain = select_plain(params, request, device, instances);
   if (!stays_on_sm(plain.config)) return plain;
   KernelRequest tall_request = request;

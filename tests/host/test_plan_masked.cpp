@@ -148,6 +148,17 @@ TEST(of_few_queries_tiles_are_run_as_well) {
   const auto relative = [](auto& p) { p.score.bias = {.data = &some_float, .reach = 4}; };
   CHECK_EQ(chosen<ForwardParams>(both(relative, used_lengths), few), "hd128_decode");
   CHECK_EQ(chosen<ForwardParams>(both(relative, used_lengths)), "hd128_masked");
+  // Masked rows of wide heads read no pages.
+  const InstanceList<ForwardInstance> of_wide_heads(
+      {decode_instance("hd512_decode", 512),
+       features_instance("hd512_masked", 512, masked_features)});
+  AttentionShape wide = training;
+  wide.head_dim = wide.head_dim_v = 512;
+  auto params = with_tensors(call<ForwardParams>(wide, {}));
+  bias(params);
+  CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_masked");
+  pages(params);
+  CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_decode");
   // Only decode rows read such tensors.
   const auto unaligned = [](auto& p) { p.q.row_stride += 1; };
   CHECK_ERROR(chosen<ForwardParams>(both(max_logits, unaligned), few), "max_logits must be null");
