@@ -19,3 +19,5 @@ E4M3_LATENT = LATENT | Feature.e4m3_kv
 E4M3_CACHE = OF_A_CACHE | Feature.e4m3_kv
 # Lists of blocks, a bias, and whatever comes with them.
 MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
+# Of sm80 up to head dim 256, also over pages; wide heads, and few queries, decode with a bias.
+PAGED_MASKED = MASKED | Feature.paged_kv

@@ -204,7 +204,9 @@ class KernelRow:
     @property
     def writes_fp32(self) -> bool:
         """can_write_fp32 of config.h."""
-        return not self.features & WITHOUT_FP32_RESULTS
+        decodes = Feature.packed_gqa in self.features
+        without = WITHOUT_FP32_RESULTS & ~(Feature.bias if decodes else NO_FEATURES)
+        return not self.features & without
 
     @property
     def is_latent(self) -> bool:

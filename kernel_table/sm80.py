@@ -13,6 +13,7 @@ from kernel_table.features import (
     MASKED,
     MODIFIERS,
     ORDERED,
+    PAGED_MASKED,
 )
 from kernel_table.row import NO_FEATURES, Feature, Kernel, entry, tile
 
@@ -35,7 +36,7 @@ SM80_FORWARD = (
     entry(
         Kernel.sm80_forward, 64,
         block_m=128, block_n=96, num_warps=4, keeps_pointers=True,
-        tiles=(tile(PLAIN_AND_FEATURES), tile({"masked": MASKED}, block_n=64)),
+        tiles=(tile(PLAIN_AND_FEATURES), tile({"masked": PAGED_MASKED}, block_n=64)),
     ),
     entry(
         Kernel.sm80_forward, 96,
@@ -45,7 +46,7 @@ SM80_FORWARD = (
     entry(
         Kernel.sm80_forward, 128,
         block_m=128, block_n=64, num_warps=4,
-        tiles=(tile({**PLAIN_AND_FEATURES, "masked": MASKED, "e4m3": E4M3}),),
+        tiles=(tile({**PLAIN_AND_FEATURES, "masked": PAGED_MASKED, "e4m3": E4M3}),),
     ),
     entry(
         Kernel.sm80_forward, 192,
@@ -56,7 +57,7 @@ SM80_FORWARD = (
         Kernel.sm80_forward, 256,
         block_m=64, block_n=64, num_warps=4,
         tiles=(
-            tile({**PLAIN_AND_FEATURES, "masked": MASKED}),
+            tile({**PLAIN_AND_FEATURES, "masked": PAGED_MASKED}),
             tile({"e4m3": E4M3}, block_n=32),
         ),
     ),
@@ -82,8 +83,8 @@ SM80_FORWARD = (
 # kernel of e4m3 too: more warps an SM and, up to head dim 256, slices of 32 keys are worth more
 # than loads under way. So are more warps with lists of blocks, whose tiles are many and short.
 
-DECODE = CACHE_MODIFIERS | Feature.packed_gqa
-DECODE_E4M3 = DECODE | Feature.e4m3_kv
+DECODE_E4M3 = CACHE_MODIFIERS | Feature.packed_gqa | Feature.e4m3_kv
+DECODE = CACHE_MODIFIERS | Feature.packed_gqa | Feature.bias
 DECODE_LISTS = KEY_LISTS | Feature.split_kv | Feature.packed_gqa
 CONVERTING: dict[str, Any] = {"ctas_per_sm": 2, "shares_queries": True}
 

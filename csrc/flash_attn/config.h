@@ -36,13 +36,14 @@ namespace feature {
 }  // namespace feature
 
 // Features whose kernels cannot write their results in fp32. Shards of a sequence, which want them,
-// have no masks or biases, and kernels for those have no registers to spare; nor are their results
-// differentiated in a direction. kernel_table/row.py reads it.
+// have no masks or biases, and kernels for those have no registers to spare, but those that decode;
+// nor are their results differentiated in a direction. kernel_table/row.py reads it.
 inline constexpr FeatureSet without_fp32_results =
     feature::block_sparse | feature::bias | feature::tangent | feature::latent | feature::key_lists;
 
 constexpr bool can_write_fp32(FeatureSet features) {
-  return (features & without_fp32_results) == 0;
+  const bool decodes = (features & feature::packed_gqa) != 0;
+  return (features & without_fp32_results & ~(decodes ? feature::bias : 0)) == 0;
 }
 
 // Whether a kernel writes derivatives in a direction (sm80/jvp/, sm80/hvp/), and so nothing else.

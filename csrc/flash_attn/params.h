@@ -100,6 +100,11 @@ struct BiasParams {
   std::int64_t row_stride = 0;
   int rows = 0;  // seqlen_q, also where row_stride is 0
   int columns = 0;
+  // Of forwards over caches and pages, not negative: (heads, 2 * reach + 1), of which a pair has
+  // the element of key j - (i + shift), clamped to the reach, behind the middle one.
+  int reach = -1;
+
+  constexpr bool is_relative() const { return reach >= 0; }
 };
 
 // The bias's gradient, summed over what the bias is broadcast over: a dimension of 1 has stride 0.

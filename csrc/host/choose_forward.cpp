@@ -41,11 +41,12 @@ std::int64_t packed_rows(const ForwardParams& params) {
 bool prefers_decode(const ForwardParams& params) {
   if (params.dropout.threshold > 0 || params.tangents.is_given || params.max_logits != nullptr)
     return false;
+  const bool has_cache = params.sequences.seqused_k != nullptr ||
+                         params.paged.block_table != nullptr || params.split.num_splits != 1;
+  if (params.score.wants(feature::bias) && !has_cache) return false;
   if (params.split.batch_invariant && is_packed(params.sequences)) return true;
   constexpr std::int64_t rows_with_cache = 64;
   constexpr std::int64_t rows_without = 16;
-  const bool has_cache = params.sequences.seqused_k != nullptr ||
-                         params.paged.block_table != nullptr || params.split.num_splits != 1;
   return packed_rows(params) <= (has_cache ? rows_with_cache : rows_without);
 }
 
@@ -261,11 +262,16 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
     return select_instance(instances, request, device);
   }
   if (!has_vectors) return select_instance(instances, request, device);
-  if (prefers_decode(params)) {
+  KernelRequest tiles_request = request;
+  tiles_request.kind = ForwardKind::tiles;
+  const bool has_paged_bias =
+      params.score.wants(feature::bias) && params.paged.block_table != nullptr;
+  if (prefers_decode(params) ||
+      (has_paged_bias && find_instance(instances, tiles_request, device) == nullptr)) {
     const ForwardInstance* decode = find_instance(instances, request, device);
     if (decode != nullptr) return *decode;
   }
-  request.kind = ForwardKind::tiles;
+  request = tiles_request;
   const ForwardInstance& plain = select_plain(params, request, device, instances);
   if (!stays_on_sm(plain.config)) return plain;
   KernelRequest tall_request = request;

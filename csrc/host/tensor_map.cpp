@@ -220,7 +220,8 @@ bool tma_can_move(const PairTensor& tensor) {
 }
 
 bool tma_can_load_bias(const BiasParams& bias, Dtype dtype, const AttentionShape& shape) {
-  return bias.data == nullptr || (!bias.is_fp32 && tma_can_move(pair_tensor(bias, dtype, shape)));
+  return bias.data == nullptr ||
+         (!bias.is_fp32 && !bias.is_relative() && tma_can_move(pair_tensor(bias, dtype, shape)));
 }
 
 bool tma_can_load_bits(const PairBits& bits, const AttentionShape& shape) {

@@ -97,6 +97,7 @@ AttentionCall as_kernels_read(AttentionCall given, std::int64_t batch) {
   if (call.alibi_slopes.defined()) call.alibi_slopes = with_contiguous_rows(call.alibi_slopes);
   if (call.key_lists.defined()) call.key_lists = lists_of_keys(call.key_lists);
   if (call.tree_mask.defined()) call.tree_mask = with_contiguous_rows(call.tree_mask);
+  if (call.relative_bias.defined()) call.relative_bias = with_contiguous_rows(call.relative_bias);
   call.softmax_scale = softmax_scale_of(call);
   call.softcap = std::max(0.0f, static_cast<float>(call.softcap));
   const Window window = window_of(call);
@@ -131,6 +132,7 @@ AttentionCall checked_description(AttentionCall call, Pass pass, const ArgumentN
   check_sizes_of_arrays(call, names);
   if (call.key_lists.defined()) check_lists_of_keys(call);
   if (call.tree_mask.defined()) check_sizes("tree_mask", call.tree_mask);
+  if (call.relative_bias.defined()) check_sizes("relative_bias", call.relative_bias);
   check_entries(call, batch);
   if (is_paged(call)) check_rows_of_table(call.block_table);
   if (reads_in_place(call)) check_capacity(call);

@@ -23,7 +23,11 @@ std::int64_t tiles_of(std::int64_t seqlen) {
 PairExtent extent_of(const AttentionCall& call) {
   const bool packed = is_packed(call);
   const std::int64_t seqlen_q = packed ? call.max_seqlen_q : call.q.size(1);
-  const std::int64_t seqlen_k = packed ? call.max_seqlen_k : call.k.size(1);
+  const bool is_known = call.seqlen_k.has_value() && !has_packed_new_keys(call);
+  const std::int64_t seqlen_k = is_known          ? *call.seqlen_k + seqlen_k_new(call)
+                                : call.over_cache ? capacity_of(call)
+                                : packed          ? call.max_seqlen_k
+                                                  : call.k.size(1);
   return {.batch = batch_of(call),
           .heads_q = call.q.size(call.q.dim() - 2),
           .seqlen_q = seqlen_q,

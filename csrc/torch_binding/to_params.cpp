@@ -108,13 +108,21 @@ bool sums_pairs_afterwards(const AttentionCall& call) {
   return pairs * sizeof(float) <= static_cast<double>(call.bias.numel() * bytes_of_exact_sum);
 }
 
+BiasParams relative_bias_params(const at::Tensor& bias) {
+  return {.data = data_of(bias),
+          .is_fp32 = bias.scalar_type() == at::kFloat,
+          .head_stride = stride_of(bias, 0),
+          .reach = static_cast<int>(bias.size(1) / 2)};
+}
+
 ScoreParams score_params(const AttentionCall& call) {
   const at::Tensor& slopes = call.alibi_slopes;
   return {.softmax_scale = static_cast<float>(*call.softmax_scale),
           .softcap = static_cast<float>(call.softcap),
           .alibi_slopes = float_data(slopes),
           .alibi_batch_stride = slopes.defined() && slopes.dim() == 2 ? slopes.stride(0) : 0,
-          .bias = bias_params(call, call.bias),
+          .bias = call.relative_bias.defined() ? relative_bias_params(call.relative_bias)
+                                               : bias_params(call, call.bias),
           .sink = float_data(call.sink)};
 }
 

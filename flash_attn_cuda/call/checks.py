@@ -178,11 +178,15 @@ def check_out(call: AttentionCall) -> None:
 
 def extent_of(call: AttentionCall) -> masks.PairExtent:
     """The pairs of queries and keys that masks and biases of a call are about."""
-    if call.is_packed():
-        seqlens = (call.max_seqlen_q, call.max_seqlen_k)
+    is_packed = call.is_packed()
+    seqlen_q = call.max_seqlen_q if is_packed else call.q.shape[1]
+    if call.over_cache:
+        seqlen_k = call.capacity()
+        if call.seqlen_k is not None and call.cu_seqlens_k_new is None:
+            seqlen_k = call.seqlen_k + (0 if call.k_new is None else call.k_new.shape[1])
     else:
-        seqlens = (call.q.shape[1], call.k.shape[1])
-    return masks.PairExtent(call.batch(), call.q.shape[-2], *seqlens, call.is_packed())
+        seqlen_k = call.max_seqlen_k if is_packed else call.k.shape[1]
+    return masks.PairExtent(call.batch(), call.q.shape[-2], seqlen_q, seqlen_k, is_packed)
 
 
 def check_return_attn_probs(call: AttentionCall) -> None:

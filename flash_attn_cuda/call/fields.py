@@ -161,6 +161,11 @@ class AttentionCall:
     tree_mask: Tensor | None = argument(
         None, shape="...", dtype="bool", part="cache", is_strided=True
     )
+    # (Hq, 2 * reach + 1), over a cache or pages; others have a bias: element reach + j - i -
+    # (seqlen_k - seqlen_q), or the first or last one, is added to the score of query i and key j
+    relative_bias: Tensor | None = argument(
+        None, shape="...", dtype="q or fp32", part="cache", is_strided=True
+    )
     # where v alone is of e4m3: k's columns are values too, behind v's
     values_include_rope: bool = argument(False, part="cache")
     # instead of seqused_k, of every sequence of a cache

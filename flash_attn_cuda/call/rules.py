@@ -74,6 +74,7 @@ class Known(NamedTuple):
 
 KNOWN = {
     "has_masks": Known("attn_mask", "None", "a tensor"),
+    "has_lists": Known("block_mask", "None", "a mask"),
     "quantizes_tokens": Known("quantize", "None", "'token'"),
     "bounds_right": Known("window_size", "unbounded on the right", "a right bound"),
     "has_cache_seqlens": Known("cache_seqlens", "None", "a tensor"),
@@ -96,10 +97,12 @@ def range_in_words(said: Mapping[str, Any]) -> str:
 
 # What calls alone have that a backward follows.
 _OF_TRAINING = ("dropout_p", "has_masks", "fp32_results", "origin", "return_max_logits")
+_LACKED_IN_PLACE = ("dropout_p", "has_lists", "bias_by_distance", *_OF_TRAINING[2:])
 _OF_PACKED = (
     *("origin", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "qv"),
     "tree_mask",
 )
+_LACKED_BY_FEW = (*_OF_TRAINING, "relative_bias")
 _ROTARY = ("rotary_cos", "rotary_sin")
 _OF_NEW = ("cu_seqlens_k_new", *_ROTARY)
 _OF_CACHE = ("cache_batch_idx", "seqlen_k", "k_new", "v_new", *_OF_NEW)
@@ -110,21 +113,22 @@ _SCALE_OF_QV = "as a model scales by the head dim that it has without absorption
 OF_CALL = (
     Rules("is_of_one_length", "without cu_seqlens_q", absent=_OF_PACKED),
     Rules("not over_cache", "without over_cache", absent=_OF_CACHE),
-    Rules("over_cache", "over a cache", refused=_OF_TRAINING),
-    Rules("block_table", "with a block_table", refused=_OF_TRAINING),
+    Rules("over_cache", "over a cache", refused=_LACKED_IN_PLACE),
+    Rules("block_table", "with a block_table", refused=_LACKED_IN_PLACE),
     Rules("has_masks", "with a mask or a bias", refused=("fp32_results", "origin")),
+    Rules("relative_bias", "with a relative_bias", refused=("has_masks",)),
     Rules("not has_lists", "without a block mask", absent=("mask_bits",)),
     Rules("not bias", "without a bias", absent=("bias_by_distance",)),
     Rules("wants_s_dmask", "with return_softmax and dropout", refused=("has_masks", "origin")),
-    Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=(*_OF_TRAINING, "qv"), given=_SCALES),
+    Rules("is_fp8", f"where {{k}} is of {E4M3}", refused=(*_LACKED_BY_FEW, "qv"), given=_SCALES),
     Rules("is_fp8_latent", f"where {{v}} alone is of {E4M3}", given=("v_descale",)),
-    Rules("qv", "with qv", refused=(*_OF_TRAINING, "alibi_slopes")),
+    Rules("qv", "with qv", refused=(*_LACKED_BY_FEW, "alibi_slopes")),
     Rules("qv", f"with qv, {_SCALE_OF_QV}", given=("softmax_scale",)),
     Rules(
         "tree_mask",
         "with a tree_mask, which says what of their own keys queries see",
         absent=("causal", "bounds_right"),
-        refused=_OF_TRAINING,
+        refused=_LACKED_BY_FEW,
     ),
     Rules("key_lists", "with key_lists", refused=("tree_mask",)),
     Rules("reads_plain_keys_in_place", "over a cache or pages without qv", refused=("key_lists",)),
@@ -153,6 +157,7 @@ OF_CALL = (
     Rules("seqlen_k", "with seqlen_k", absent=("seqused_k",)),
     Rules("rotary_cos", "with rotary_cos", given=("rotary_sin",)),
     Rules("rotary_sin", "with rotary_sin", given=("rotary_cos",)),
+    Rules("not reads_in_place", "without a cache and pages", absent=("relative_bias",)),
 )
 
 # Where a derivative is wanted of what has no backward.
@@ -314,6 +319,10 @@ OF_ARRAYS = (
          and call.tree_mask.shape[1] >= call.max_seqlen_q),
          "must have a row for each query ({q.shape[0]}) and at least max_seqlen_q "
          "({max_seqlen_q.value}) columns, got {tree_mask.shape}", "tree_mask"),
+    Must("relative_bias", lambda call:
+         call.relative_bias.dim() == 2 and call.relative_bias.shape[0] == call.heads_q()
+         and call.relative_bias.shape[1] % 2 == 1,
+         "must have shape ({heads_q}, 2 * reach + 1), got {relative_bias.shape}", "relative_bias"),
     Must("key_list_block", lambda call:
          call.key_list_block == 1 or call.key_list_block == 8 or call.key_list_block == 16
          or call.key_list_block == 32 or call.key_list_block == 64 or call.key_list_block == 128,

@@ -43,7 +43,8 @@ class Work:
     first_head: the first of q's heads in the whole; head_groups: the groups in which heads of keys
     travel between ranks that gather them, of the forward and of the backward; across: ranks that
     share out the heads; returns_lse: whether rows of it travel back to them; number: where it is
-    traced, the number_in_graph; keeps_rounding: for a backward, what rounding takes from out.
+    traced, the number_in_graph; keeps_rounding: for a backward, what rounding takes from out;
+    sequences: of how many max_logits are returned; None: they are not.
     """
 
     scheme: str
@@ -56,6 +57,7 @@ class Work:
     returns_lse: bool = True
     number: int = 0
     keeps_rounding: bool = False
+    sequences: int | None = None
 
     def given(self, alibi_slopes: Tensor | None, rng_state: Tensor | None) -> Work:
         """With these among the settings."""
@@ -72,7 +74,7 @@ class Work:
         slopes = settings.get("alibi_slopes")
         if slopes is not None:
             slopes = slopes[..., heads]
-            if slopes.dim() == 2 and call.sequences is not None:
+            if slopes.dim() == 2:
                 slopes = slopes.index_select(0, call.sequences)
             settings["alibi_slopes"] = slopes
         origin = call.origin
@@ -107,12 +109,25 @@ class Found(NamedTuple):
     out: Tensor
     softmax_lse: Tensor
     out_rounding: Tensor  # empty where it is not kept
+    max_logits: Tensor  # (sequences, heads) of all ranks; empty where they are not returned
 
 
 def room_for_rounding(work: Work, out: Tensor) -> Tensor:
     """Like out, in a dtype of 16 bits, where what rounding takes from it is kept; else empty."""
     keeps = work.keeps_rounding and out.dtype != lse_dtype(out.dtype)
     return out.new_empty(out.shape if keeps else (0,), dtype=torch.int8)
+
+
+def room_for_max_logits(work: Work, q: Tensor) -> Tensor:
+    """(sequences, heads) of no score, where they are returned; else empty."""
+    shape = (0,) if work.sequences is None else (work.sequences, q.shape[1])
+    return q.new_full(shape, -torch.inf, dtype=lse_dtype(q.dtype))
+
+
+def raise_to_largest(max_logits: Tensor, call: DeviceCall, found: Tensor | None) -> None:
+    """found: (sequences of the call, heads), where they are returned."""
+    if found is not None and found.dim() > 1:
+        max_logits.scatter_reduce_(0, call.sequences[:, None].expand_as(found), found, "amax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +165,9 @@ def attend_to_keys(work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | N
     if rng_state is not None and is_compiling():
         exchanges.unread.append(rng_state)  # comes from the first rank, also where nothing is drawn
     found: Found = run(work, exchanges, q, k, v, sink)
+    if work.sequences is not None:
+        found = found._replace(max_logits=exchanges.largest(found.max_logits))
+        exchanges.end_with(found.max_logits)
     exchanges.end_with(found.out, found.softmax_lse)
     return found
 
@@ -258,7 +276,7 @@ def gathered_forward(
     rows, used = work.schedule.rows, work.schedule.used_rows
     out = q.new_empty((rows, q.shape[1], v.shape[-1]))
     softmax_lse = q.new_empty((q.shape[1], rows), dtype=lse_dtype(q.dtype))
-    rounding = room_for_rounding(work, out)
+    rounding, max_logits = room_for_rounding(work, out), room_for_max_logits(work, q)
     out[used:] = 0.0
     rounding[used:] = 0
     softmax_lse[:, used:] = -torch.inf
@@ -268,18 +286,21 @@ def gathered_forward(
         for call in keys.hop.calls:
             of_q, of_k = slice(*call.packed.q), slice(*call.packed.k)
             rows_of_call = work.over(call, q[of_q, heads], keys.k[of_k], keys.v[of_k], heads)
-            attend_into(
+            rows_of_call.return_max_logits = work.sequences is not None
+            largest = attend_into(
                 replace(rows_of_call, sink=sink_of_heads),
                 out[of_q, heads],
                 softmax_lse[heads, of_q],
                 rounding[of_q, heads] if rounding.dim() > 1 else None,
             )
-    return Found(out, softmax_lse, rounding)
+            raise_to_largest(max_logits[..., heads], call, largest)
+    return Found(out, softmax_lse, rounding, max_logits)
 
 
 def attend_into(
     call: AttentionCall, out: Tensor, softmax_lse: Tensor, rounding: Tensor | None
-) -> None:
+) -> Tensor | None:
+    """The call's max_logits."""
     call.keeps_rounding = rounding is not None
     if is_plain_cuda_call(call.q, call.k, call.v):
         found = call_extension("forward", out.device, replace(call, out=out))
@@ -289,6 +310,7 @@ def attend_into(
     softmax_lse.copy_(found.softmax_lse)
     if rounding is not None:
         rounding.copy_(found.out_rounding)
+    return found.max_logits
 
 
 def gathered_backward(
@@ -452,12 +474,15 @@ def merged_forward(
     merged: tuple[Tensor, Tensor] | None = None
     narrow: Tensor | None = None  # out in q's dtype, as far as the last call has finished it
     rounding = q.new_empty((0,), dtype=torch.int8)  # and what that took from it
+    max_logits = room_for_max_logits(work, q)
     finished = slice(0, 0)
     for call, keys, values, is_last in calls_with_keys(work, exchanges, k, v):
         rows = slice(*call.packed.q)
         call_of_rows = work.over(call, q[rows], keys, values, every)
+        call_of_rows.return_max_logits = work.sequences is not None
         found = run_operator(replace(call_of_rows, fp32_results=True))
         part, part_lse = found.out, found.softmax_lse
+        raise_to_largest(max_logits, call, found.max_logits)
         if merged is None:
             merged = (
                 whole_of(part, rows, q.shape[0], 0, 0.0),
@@ -477,7 +502,7 @@ def merged_forward(
         unseen = torch.full(
             (q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype), device=q.device
         )
-        return Found(out, unseen, room_for_rounding(work, out).zero_())
+        return Found(out, unseen, room_for_rounding(work, out).zero_(), max_logits)
     out, softmax_lse = merged
     if sink is not None:
         add_sink_(out, softmax_lse, sink)
@@ -486,7 +511,7 @@ def merged_forward(
         rounding = room_for_rounding(work, narrow)
     for others in (slice(0, finished.start), slice(finished.stop, q.shape[0])):
         round_into(out[others], narrow[others], rounding[others] if rounding.dim() > 1 else None)
-    return Found(narrow, softmax_lse, rounding)
+    return Found(narrow, softmax_lse, rounding, max_logits)
 
 
 def calls_with_keys(

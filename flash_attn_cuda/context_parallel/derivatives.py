@@ -32,7 +32,7 @@ class ContextAttention(torch.autograd.Function):
     """A Found of q (rows, heads_q, D), k and v (rows, heads_k, D), by a Work, whose settings have
     no tensors: torch.func unwraps operands alone. Where ranks share out the heads, out, softmax_lse
     if the work returns it, and behind these what derivatives read: nobody else does, so that it has
-    no gradients.
+    no gradients. max_logits, the last of all, have none.
     """
 
     @staticmethod
@@ -48,13 +48,14 @@ class ContextAttention(torch.autograd.Function):
         work = work.given(alibi_slopes, rng_state)
         if work.across is None:
             return attend_to_keys(work, q, k, v, sink)
-        results, kept = exchanged_forward(work, q, k, v, sink)
-        return *results, *kept
+        results, kept, max_logits = exchanged_forward(work, q, k, v, sink)
+        return *results, *kept, max_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.work, ctx.count = inputs[-1], len(output)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[-1])
         ctx.save_for_backward(*read_by_derivatives(inputs, output))
 
     @staticmethod
@@ -98,13 +99,14 @@ def attend_in_context(
     alibi_slopes: Tensor | None,
     rng_state: Tensor | None,
     work: Work,
-) -> tuple[Tensor, Tensor | None]:
-    """ContextAttention, differentiable in the modes that are there; softmax_lse is None unless the
-    work returns it.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """ContextAttention, differentiable in the modes that are there: (out, softmax_lse, max_logits),
+    None for what the work does not return.
     """
     function = DualContextAttention if in_forward_mode() else ContextAttention
     found = function.apply(q, k, v, sink, alibi_slopes, rng_state, work)
-    return found[0], found[1] if work.returns_lse else None
+    max_logits = None if work.sequences is None else found[-1]
+    return found[0], found[1] if work.returns_lse else None, max_logits
 
 
 def count_of_results(work: Work) -> int:
@@ -117,6 +119,7 @@ def read_by_derivatives(
 ) -> tuple[Tensor | None, ...]:
     """(sink, alibi_slopes, rng_state), and behind them the fields of Kept."""
     q, k, v, sink, alibi_slopes, rng_state, work = inputs
+    output = output[:-1]
     kept = (q, k, v, *output) if work.across is None else output[count_of_results(work) :]
     return sink, alibi_slopes, rng_state, *kept
 
@@ -160,10 +163,10 @@ class ContextTangents(torch.autograd.Function):
         direction = Tangents(tq=tq, tk=tk, tv=tv, tsink=tsink)
         if work.across is not None:
             results, of_kept = exchanged_jvp(work, Kept(*kept), sink, direction)
-            return *results, *of_kept
+            return *results, *of_kept, None
         q, k, v, out, softmax_lse, rounding = kept
         of_forward = OfWhole(None, None, out, softmax_lse, rng_state, rounding)
-        return *gathered_jvp(work, q, k, v, sink, of_forward, direction), None
+        return *gathered_jvp(work, q, k, v, sink, of_forward, direction), None, None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -94,6 +94,12 @@ class Exchanges:
             total[begin - first_row : end - first_row] += came[row : row + end - begin]
             row += end - begin
 
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all ranks, element by element."""
+        return (
+            x if self.group is None else self.arrived(collectives.all_reduce(x, "max", self.group))
+        )
+
     def end_with(self, *results: Tensor) -> None:
         """Whoever reads one of these results of the pass reads all that has come."""
         if self.unread:

@@ -208,25 +208,28 @@ class ContextParallel:
         sink: Tensor | None = None,
         return_lse: bool = False,
         keep_rounding: bool = True,
+        return_max_logits: bool = False,
     ) -> Any:
         """flash_attn_func, or with a plan flash_attn_varlen_func, of this rank's shards.
 
         Differentiable, once, in q, k, v and sink, whose gradient is that of this rank's rows: in
         reverse mode, and by all_gather and ulysses in forward mode, where tangents are those of
-        this rank's rows. Options have to be the same on every rank, with ulysses return_lse among
-        them, which is asked once of each plan and set of options; and so has whether there are
-        tangents.
+        this rank's rows. Options have to be the same on every rank, return_max_logits and with
+        ulysses return_lse among them, which is asked once of each plan and set of options; and so
+        has whether there are tangents.
 
         Args:
             q: (batch, seqlen / ranks, heads_q, head_dim), as shard cuts it; with a plan (rows,
                 heads_q, head_dim).
             k, v: likewise, with heads_k that divides heads_q.
             alibi_slopes: (heads_q,) or (sequences, heads_q).
-            keep_rounding: as flash_attn_func's.
+            keep_rounding, return_max_logits: as flash_attn_func's.
 
         Returns:
-            out as q, or (out, softmax_lse): (batch, heads_q, seqlen / ranks), packed (heads_q,
-            rows). Padding rows of a plan have out 0 and softmax_lse -inf.
+            out as q, or (out[, softmax_lse][, max_logits]), softmax_lse of return_lse (batch,
+            heads_q, seqlen / ranks), packed (heads_q, rows). Padding rows of a plan have out 0 and
+            softmax_lse -inf. max_logits (batch, heads_q), packed (sequences, heads_q), of the rows
+            of all ranks, is the same on each and has no gradient.
 
         Raises:
             TypeError: an argument is a DTensor, or not of the type or dtype required.
@@ -259,6 +262,7 @@ class ContextParallel:
         settings["window_size_right"] = -1 if band.right is None else band.right
         if batch_and_rows is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        settings["return_max_logits"] = bool(return_max_logits)
         call = AttentionCall(q, k, v, sink=sink, **settings)
         dual = dual_names(q=q, k=k, v=v, sink=sink)
         self._agree(prepared, call, return_lse, forward_mode=bool(dual))
@@ -267,14 +271,14 @@ class ContextParallel:
         for name, x in (("k", k), ("v", v)):
             check_device_and_dtype(name, x, q)
         keeps = keep_rounding and may_be_differentiated(call)
-        out, softmax_lse = self._attend_packed(q, k, v, sink, prepared, settings, return_lse, keeps)
+        found = self._attend_packed(q, k, v, sink, prepared, settings, return_lse, keeps)
+        out, softmax_lse, max_logits = found
         if batch_and_rows is not None:
             out = out.unflatten(0, batch_and_rows)
-        if softmax_lse is None:
-            return out
-        if batch_and_rows is not None:
-            softmax_lse = softmax_lse.unflatten(1, batch_and_rows).transpose(0, 1)
-        return out, softmax_lse
+            if softmax_lse is not None:
+                softmax_lse = softmax_lse.unflatten(1, batch_and_rows).transpose(0, 1)
+        results = tuple(x for x in (out, softmax_lse, max_logits) if x is not None)
+        return out if len(results) == 1 else results
 
     if not IS_TRACED:
         attend = torch.compiler.disable(attend)
@@ -289,8 +293,8 @@ class ContextParallel:
         settings: dict[str, Any],
         return_lse: bool,
         keeps_rounding: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, softmax_lse) of this rank's rows; softmax_lse is None unless it is returned."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(out, softmax_lse) of this rank's rows and max_logits, None for what is not returned."""
         columns = v.shape[-1]
         if q.is_cuda and needs_padding(q, v):
             q, k, v = (pad_head_dim(x) for x in (q, k, v))
@@ -301,6 +305,7 @@ class ContextParallel:
             if repeats > 1:
                 k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         settings["sm_margin"] = self.sm_margin
+        sequences = len(prepared.plan.lengths) if settings.pop("return_max_logits") else None
         slopes = settings.pop("alibi_slopes", None)
         rng_state = self._draw(q) if prepared.sight.has_dropout else None
         work = Work(
@@ -311,11 +316,12 @@ class ContextParallel:
             prepared.head_groups,
             across=across,
             returns_lse=return_lse,
+            sequences=sequences,
             number=number_in_graph() if is_compiling() else 0,
             keeps_rounding=keeps_rounding,
         )
-        out, softmax_lse = attend_in_context(q, k, v, sink, slopes, rng_state, work)
-        return out[..., :columns], softmax_lse
+        found = attend_in_context(q, k, v, sink, slopes, rng_state, work)
+        return found[0][..., :columns], *found[1:]
 
     def _scheme_of(self, plan: Plan, heads_q: int, heads_k: int) -> str:
         if self.scheme != "auto":

@@ -37,7 +37,7 @@ class DeviceCall:
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     origin: Tensor | None  # None: each sequence stands for itself
-    sequences: Tensor | None  # whose row of slopes (batch, heads) each has
+    sequences: Tensor  # which of the plan's each is
 
     @classmethod
     def of(cls, parts: list[Part], heads: int, sight: Sight, device: torch.device) -> DeviceCall:
@@ -53,7 +53,7 @@ class DeviceCall:
             int32(packed.cu_seqlens_q),
             int32(packed.cu_seqlens_k),
             int32(packed.origin) if places_count else None,
-            int32(packed.sequences) if sight.has_alibi else None,
+            on_device(packed.sequences, device),
         )
 
 

@@ -20,6 +20,7 @@ from .attention import (
     gradient_of_sink,
     write_gradients_of_rows,
 )
+from .exchange import of_all_ranks
 from .groups import rank_of
 from .head_exchange import Across, all_rows, own_rows, side_by_side
 
@@ -51,13 +52,18 @@ def on_own_heads(work: Work, heads_q: int) -> tuple[Across, Work, slice]:
 
 def exchanged_forward(
     work: Work, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-) -> tuple[tuple[Tensor, ...], Kept]:
-    """((out,) or (out, softmax_lse) of this rank's rows, what is kept)."""
+) -> tuple[tuple[Tensor, ...], Kept, Tensor]:
+    """((out,) or (out, softmax_lse) of this rank's rows, what is kept, max_logits of all heads)."""
     assert work.across is not None
     across, own, heads = on_own_heads(work, q.shape[1] // work.across.ranks)
     q, k, v = all_rows((q, k, v), across)
     found = attend_to_keys(own, q, k, v, None if sink is None else sink[heads])
-    return own_results(work, across, found.out, found.softmax_lse), Kept(q, k, v, *found)
+    largest = found.max_logits
+    if work.sequences is not None:
+        by_rank = of_all_ranks(largest, across.group).unflatten(0, (across.ranks, work.sequences))
+        largest = by_rank.transpose(0, 1).flatten(1)
+    results = own_results(work, across, found.out, found.softmax_lse)
+    return results, Kept(q, k, v, *found[:-1]), largest
 
 
 def own_results(work: Work, across: Across, out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, ...]:

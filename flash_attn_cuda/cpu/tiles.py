@@ -264,6 +264,10 @@ class Problem:
         by_head = self._by_head(scores, lanes)
         if call.bias is not None:
             self.add_bias(call.bias, scores, lanes, m_block, n_block)
+        if call.relative_bias is not None:
+            reach = call.relative_bias.shape[1] // 2
+            place = self._distance(m_block, n_block).clamp(-reach, reach) + reach
+            by_head += call.relative_bias[lanes.heads_q][:, place]
         if self._hides_any(m_block, n_block):
             by_head.masked_fill_(self._hidden(m_block, n_block), -math.inf)
         if call.tree_mask is not None:

@@ -289,6 +289,8 @@ def attend_over_cache_in_chunks(call: AttentionCall, chunk: int) -> Results:
     reasons = {
         "key_lists": call.key_lists is not None,
         "tree_mask": call.tree_mask is not None,
+        "attn_mask": call.bias is not None,
+        "relative_bias": call.relative_bias is not None,
     }
     refuse_with("attention_chunk: must be 0 with {}, got {}", reasons, chunk)
     check_call(call, is_padded=False)

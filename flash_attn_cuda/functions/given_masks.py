@@ -18,7 +18,7 @@ from ..call.masks import (
     check_key_lists,
     check_sparsity,
 )
-from ..call.tensors import check_place
+from ..call.tensors import as_index, check_place
 from ..masks.lists import intersection
 from ..masks.of_call import lists_without_repeats, mask_of_lists
 from ..masks.sparsity import BlockSparsity, sparsity_of_pieces
@@ -74,9 +74,13 @@ def add_masks(
     later is over pairs.
     """
     if call.block_table is not None:
-        for name in Masks._fields:
+        for name in ("block_mask", "block_size", "key_lists"):
             if getattr(masks, name) is not None:
                 raise NotImplementedError(f"{name}: must be None with a block_table")
+        call.max_seqlen_q = _bound("max_seqlen_q", max_seqlens[0], masks, None, call.q)
+        call.max_seqlen_k = _bound("max_seqlen_k", max_seqlens[1], masks, None, call.k)
+        add_mask_in_place(call, masks.attn_mask)
+        return
     call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     sparsity = _given_sparsity(masks)
     if call.is_packed():
@@ -97,6 +101,20 @@ def add_masks(
         _as_shards(call, masks)
     if not masks.is_dense_mask():
         call.bias = _bias_of(masks.attn_mask, extent, call.q)
+
+
+def add_mask_in_place(call: AttentionCall, attn_mask: Any) -> None:
+    """Sets the bias of a call over a cache or pages, whose other arguments are checked first: of a
+    bool mask, which is one bias a call, -inf where it hides.
+    """
+    if not call.over_cache:
+        call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+    check_call(call, is_padded=False)
+    bias = _bias_of(attn_mask, extent_of(call), call.q)
+    if bias is not None and bias.dtype == torch.bool:
+        shown = torch.zeros((), dtype=call.q.dtype, device=bias.device)
+        bias = torch.where(bias, shown, -torch.inf)
+    call.bias = bias
 
 
 def _given_sparsity(masks: Masks) -> BlockSparsity | None:
@@ -225,13 +243,21 @@ def _as_shards(call: AttentionCall, masks: Masks) -> None:
 
 
 def _bias_of(attn_mask: Any, extent: PairExtent, q: Tensor) -> Tensor | None:
-    """A floating attn_mask in four dimensions."""
+    """An attn_mask in four dimensions, a floating one of q's dtype or fp32."""
     if attn_mask is None:
         return None
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.float32:
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype not in (torch.float32, torch.bool):
         (attn_mask,) = cast_for_autocast(attn_mask)
     check_attn_mask(attn_mask, extent, q)
     return attn_mask[(None,) * (4 - attn_mask.dim())]
+
+
+def integer_bound(name: str, max_seqlen: Any, of: str) -> int:
+    """An integer max_seqlen, which the shape of a tensor `of` pairs has to fit."""
+    if max_seqlen is None or isinstance(max_seqlen, Tensor):
+        kind = type(max_seqlen).__name__
+        raise TypeError(f"{name}: must be an integer with a tensor {of}, got {kind}")
+    return as_index(name, max_seqlen)
 
 
 def _bound(name: str, max_seqlen: Any, masks: Masks, of_mask: int | None, x: Tensor) -> int:
@@ -239,8 +265,7 @@ def _bound(name: str, max_seqlen: Any, masks: Masks, of_mask: int | None, x: Ten
     if max_seqlen is None or isinstance(max_seqlen, Tensor):
         for mask in ("attn_mask", "block_mask", "key_lists"):
             if isinstance(getattr(masks, mask), (Tensor, KeyLists)):
-                kind = type(max_seqlen).__name__
-                raise TypeError(f"{name}: must be an integer with a tensor {mask}, got {kind}")
+                integer_bound(name, max_seqlen, mask)
         if of_mask is not None:
             return of_mask
     return seqlen_bound(name, max_seqlen, x)

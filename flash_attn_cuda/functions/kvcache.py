@@ -23,6 +23,8 @@ from ..operators.combine import run_combine, run_combine_out
 from .arguments import add_lists, add_tree, of_lse_dtype, seqlen_bound
 from .attend import results_of
 from .chunks import attend_over_cache_in_chunks, check_chunk
+from .given_masks import add_mask_in_place, integer_bound
+from .relative_bias import add_relative_bias
 
 
 def flash_attn_with_kvcache(
@@ -62,6 +64,8 @@ def flash_attn_with_kvcache(
     key_list_block: int = 1,
     values_include_rope: bool = False,
     tree_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -152,6 +156,12 @@ def flash_attn_with_kvcache(
             leaves. Where seqlen_k < seqlen_q the first own keys do not exist. For speculative
             decoding of trees (Miao et al., "SpecInfer", 2024), whose tokens' depths are no rows:
             a caller rotates by them itself. Without causal and a right window.
+        attn_mask: as in flash_attn_func, of 2 to 4 dimensions that broadcast to (batch, heads_q,
+            seqlen_q, seqlen_k), where seqlen_q is max_seqlen_q, an integer then, of packed
+            queries, and seqlen_k the capacity, or cache_seqlens and seqlen_new together where that
+            is an integer: column j is that of a sequence's key j, whatever its page.
+        relative_bias: (heads_q, 2 * reach + 1), as in flash_attn_func, without a gradient. Kernels
+            read it as it is, of every sequence by its own lengths.
 
     Returns:
         out like q, but with head_dim_v, `out` itself where it was given, or (out, softmax_lse),
@@ -160,13 +170,15 @@ def flash_attn_with_kvcache(
     Raises:
         As flash_attn_varlen_func, wrong lengths and indices included; keys beyond the capacity are
         not written. ValueError: there is a qv and no softmax_scale, or a tree_mask and causal or a
-        right window. NotImplementedError: a tensor
-        carries a forward-mode gradient, or with k or qv requires grad while gradients are enabled;
-        from the backward, without those; with a qv there are alibi_slopes, or k_cache is of
-        float8_e4m3fn; there are key_lists without a qv or with an attention_chunk or a
-        tree_mask, a tree_mask and an attention_chunk, or a key_list_block that is not 1.
+        right window. NotImplementedError: there is an attn_mask or a relative_bias, and an
+        attention_chunk, a qv, a tree_mask, a cache of float8_e4m3fn or both; relative_bias requires
+        grad while gradients are enabled; a tensor carries a forward-mode gradient, or with k or qv
+        requires grad while gradients are enabled; from the backward, without those; with a qv there
+        are alibi_slopes, or k_cache is of float8_e4m3fn; there are key_lists without a qv or with
+        an attention_chunk or a tree_mask, a tree_mask and an attention_chunk, or a key_list_block
+        that is not 1.
     """
-    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, qv)
+    tensors = (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, sink, qv, attn_mask)
     _refuse_gradients(k is not None, *tensors, q_descale, k_descale, v_descale)
     if type(num_splits) is not int or batch_invariant is not False:
         num_splits = check_splits(num_splits, batch_invariant)
@@ -217,6 +229,12 @@ def flash_attn_with_kvcache(
         add_lists(call, key_lists, key_list_block)
     if tree_mask is not None:
         add_tree(call, tree_mask, max_seqlen_q)
+    if attn_mask is not None:
+        if call.is_packed():
+            call.max_seqlen_q = integer_bound("max_seqlen_q", max_seqlen_q, "attn_mask")
+        add_mask_in_place(call, attn_mask)
+    if relative_bias is not None:
+        add_relative_bias(call, relative_bias)
     if out is not None:
         call.out = out
     if attention_chunk != 0:
@@ -279,6 +297,7 @@ def _refuse_gradients(appends: bool, *tensors: Any) -> None:
     """Of what is read alone, the backward refuses."""
     names = (
         *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sink", "qv"),
+        "attn_mask",
         *("q_descale", "k_descale", "v_descale"),
     )
     given = dict(zip(names, tensors, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call.checks import check_call, extent_of
 from ..call.fields import AttentionCall
-from ..call.tensors import as_index, check_place, check_tensor
+from ..call.tensors import NO_BACKWARD, as_index, check_place, check_tensor, refuse_gradients
 from .arguments import cast_for_autocast
 from .chunks import packed_sequences
 
@@ -71,17 +71,22 @@ def _t5_bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance
 
 def add_relative_bias(call: AttentionCall, relative_bias: Any) -> None:
     """Sets the bias of a call, whose other arguments are checked first."""
-    if call.block_table is not None:
-        raise NotImplementedError("relative_bias: must be None with a block_table, got a tensor")
     if call.bias is not None:
         raise NotImplementedError(
-            "relative_bias: must be None with a floating attn_mask, got a tensor"
+            f"relative_bias: must be None with {'an' if call.reads_in_place() else 'a floating'} "
+            "attn_mask, got a tensor"
         )
-    call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
+    if not call.over_cache:
+        call.q, call.k, call.v = cast_for_autocast(call.q, call.k, call.v)
     check_call(call, is_padded=False)
     if isinstance(relative_bias, Tensor) and relative_bias.dtype != torch.float32:
         (relative_bias,) = cast_for_autocast(relative_bias)
     _check_relative_bias(relative_bias, call)
+    if call.reads_in_place():
+        what = "a cache" if call.over_cache else "pages"
+        refuse_gradients(f"as attention over {what} {NO_BACKWARD}", relative_bias=relative_bias)
+        call.relative_bias = relative_bias
+        return
     # Not rounded before the sums of gradients are.
     exact, shift = relative_bias.to(call.lse_dtype()), _shift_of(call)
     if shift is None:

@@ -107,7 +107,8 @@ def flash_attn_varlen_func(
             whatever else is in the batch; num_splits is not used then.
         attn_mask: as in flash_attn_func, where seqlen_q and seqlen_k are max_seqlen_q and
             max_seqlen_k, which must be integers; (i, j) is about query i and key j of a sequence,
-            of those that attend and are there. With a mask keys are not split.
+            of those that attend and are there, with a block_table whatever its page. With a mask
+            keys are not split but in pages, for few queries.
         block_mask: likewise. The lengths of a BlockSparsity or a BlockMask are upper bounds of
             those of sequences, and at least max_seqlen_q and max_seqlen_k where those are integers.
         sink: as in flash_attn_func; with a block_table, without a gradient.
@@ -130,8 +131,9 @@ def flash_attn_varlen_func(
             must be integers.
         key_list_block: as in flash_attn_func; with a qv 1.
         key_list_queries: 1.
-        relative_bias: as in flash_attn_func, and not with a block_table. Its memory grows with
-            max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is cu_seqlens_q.
+        relative_bias: as in flash_attn_func, with a block_table as in flash_attn_with_kvcache. Else
+            its memory grows with max_seqlen_q + max_seqlen_k, and with batch unless cu_seqlens_k is
+            cu_seqlens_q.
         values_include_rope: as in flash_attn_with_kvcache.
         tree_mask: (total_q, n), bool, as in flash_attn_with_kvcache; there is no backward.
         return_max_logits: as in flash_attn_func, and not with a block_table, a qv or k of FP8.
@@ -147,16 +149,15 @@ def flash_attn_varlen_func(
         lengths and indices that are wrong, and an integer max_seqlen below the longest sequence. On
         CUDA those are clamped or skipped, so that nothing outside the tensors is touched, and
         reported by check_device_errors, or by the call itself with FLASH_ATTN_CUDA_CHECK=1.
-        NotImplementedError: there is a block_table, and dropout_p > 0 or there is an attn_mask or
-            block_mask; from the backward, there was a block_table or k was of float8_e4m3fn; there
-            is an out, and it or an input requires grad while gradients are enabled; k is of
-            float8_e4m3fn, and an input has a forward-mode gradient, or there is dropout, an
-            attn_mask or a block_mask; there is a qv or a tree_mask, and an input requires grad
-            while gradients are enabled or has a forward-mode gradient, or there is dropout, an
-            attn_mask or a block_mask; there is a qv, and there are alibi_slopes, or k is of
-            float8_e4m3fn; there is a tree_mask and an attention_chunk; there are key_lists with a
-            qv and an attention_chunk, a tree_mask or a key_list_block that is not 1, or a
-            key_list_queries that is not 1.
+        NotImplementedError: there is a block_table, and dropout_p > 0 or there is a block_mask;
+            from the backward, there was a block_table or k was of float8_e4m3fn; there is an out,
+            and it or an input requires grad while gradients are enabled; k is of float8_e4m3fn, and
+            an input has a forward-mode gradient, or there is dropout, an attn_mask or a block_mask;
+            there is a qv or a tree_mask, and an input requires grad while gradients are enabled or
+            has a forward-mode gradient, or there is dropout, an attn_mask or a block_mask; there is
+            a qv, and there are alibi_slopes, or k is of float8_e4m3fn; there is a tree_mask and an
+            attention_chunk; there are key_lists with a qv and an attention_chunk, a tree_mask or a
+            key_list_block that is not 1, or a key_list_queries that is not 1.
     """
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic

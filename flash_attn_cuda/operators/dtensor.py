@@ -95,6 +95,7 @@ def layouts_of(call: AttentionCall) -> dict[str, Layout]:
         "block_table": table,
         "key_lists": (*q[:-2], KEY_HEADS, WHOLE),
         "tree_mask": (*q[:-2], WHOLE),
+        "relative_bias": (HEADS, WHOLE),
     }
 
 

@@ -462,18 +462,23 @@ def test_every_masked_call_has_a_row(family, widest, calls, kernel_pass) -> None
 
 def test_rows_with_lists_or_a_bias() -> None:
     """Their tiles divide those of the lists and hold whole pieces, or lie in one: a step looks at
-    the states of one, two or four. What else they have is for the family to say.
+    the states of one, two or four. What else they have is for the family to say. Those that decode
+    have a bias beside all else, and no lists.
     """
     tile, piece = 128, 64  # of lists
     for row in (row for row in ALL_ROWS if row.features & MASKS):
+        if _kind(row) is Kind.decode:
+            assert row.features & MASKS is Feature.bias and row.variant.startswith("decode")
+            continue
         for side in (row.block_m, row.block_n):
             assert tile % side == 0 and (side >= piece or piece % side == 0), row.name
-        assert _kind(row) is not Kind.decode
         if _has_tangents(row):
             continue
         if row.family is Family.sm80:
-            ordered = Feature.deterministic if row.kernel_pass is Pass.backward else Feature(0)
-            assert row.features == MASKS | TRAINING | ordered
+            is_backward = row.kernel_pass is Pass.backward
+            of_pages = Feature.paged_kv if row.head_dim <= 256 else Feature(0)
+            of_pass = Feature.deterministic if is_backward else of_pages
+            assert row.features == MASKS | TRAINING | of_pass
             assert row.variant.startswith("masked")
             continue
         assert row.features in LISTS_OR_BIAS, row.name

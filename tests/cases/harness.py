@@ -188,6 +188,8 @@ def attend_over_cache(
     del options["dropout_p"], options["deterministic"]
     given = inputs.arguments()
     given |= {name: given[name].clone() for name in ("k_cache", "v_cache")}
+    if inputs.attn_mask is not None and isinstance(case.seqlens_q, tuple):
+        given["max_seqlen_q"] = max(case.seqlens_q, default=0)
     out, lse = flash_attn_with_kvcache(
         **{
             **given,

@@ -29,7 +29,7 @@ class KvCacheInputs(CacheTensors):
         """Sequence b alone, in a cache of another capacity; its pages stay where they are."""
         at, table = slice(b, b + 1), self.block_table
         changed: dict[str, Any] = {"q": self.q[at], "cache_seqlens": self.cache_seqlens[at]}
-        for name in ("qv", "key_lists", "tree_mask"):
+        for name in ("qv", "key_lists", "tree_mask", "attn_mask"):
             x = getattr(self, name)
             changed[name] = None if x is None else x[at]
         if table is not None:
@@ -67,6 +67,8 @@ class KvCacheCase(Features):
     has_qv: bool = feature(False, "qv".format)
     keys_per_list: int | None = feature(None, "lists{0.keys_per_list}".format)  # None: no lists
     tree: str | None = feature(None, "tree_{0.tree}".format, needs="split_kv")  # of TREES
+    mask: str | None = feature(None, "mask_{0.mask}".format, needs="bias")  # of MASKS
+    reach: int | None = feature(None, "reach{0.reach}".format, needs="bias")  # of a relative_bias
 
     def __str__(self) -> str:
         parts = [f"b{self.batch}", f"q{self.seqlens_q}", f"cached{self.cached}"]
@@ -145,6 +147,8 @@ class KvCacheCase(Features):
             sink=self._sink(generator),
             qv=normal(*q.shape[:-1], self.value_dim) if self.has_qv else None,
             tree_mask=self._tree_mask(generator),
+            attn_mask=self._mask(generator),
+            relative_bias=self._relative_bias(generator),
         )
         return inputs if self.keys_per_list is None else self._with_lists(inputs, generator)
 
@@ -165,6 +169,35 @@ class KvCacheCase(Features):
         for rows, tree in zip(mask.split(counts), trees, strict=True):
             rows[:, 3 : 3 + len(tree)] = tree
         return mask[:, 3:]
+
+    def _mask(self, generator: torch.Generator) -> Tensor | None:
+        """Rows of a wider tensor, whose other columns would hide, or be NaN. A third is hidden."""
+        if self.mask is None:
+            return None
+        kind, own = self.mask.split("-")
+        queries = self.seqlens_q
+        longest = queries if isinstance(queries, int) else max(queries, default=0)
+        rows = self.pages_per_entry * self.page_size if self.page_size else self.capacity
+        sizes = {"b": self.batch, "h": self.num_heads_q, "q": longest}
+        shape = (*(size if name in own else 1 for name, size in sizes.items()), rows)
+        shown = torch.rand(shape, device=self.device, generator=generator) > 1 / 3
+        if kind == "bool":
+            around = torch.zeros(*shape[:-1], rows + 3, dtype=torch.bool, device=self.device)
+            mask = around[..., :rows]
+            return mask.copy_(shown)
+        dtype = self.dtype if kind == "bias" else torch.float32
+        bias = torch.randn(shape, device=self.device, generator=generator).to(dtype)
+        mask = poisoned(bias, *shape[:-1], rows + 3)[..., :rows]
+        return mask.copy_(bias.masked_fill(~shown, -torch.inf))
+
+    def _relative_bias(self, generator: torch.Generator) -> Tensor | None:
+        """Of q's dtype or, of an even reach, fp32, in a wider tensor of NaN."""
+        if self.reach is None:
+            return None
+        shape, dtype = (self.num_heads_q, 2 * self.reach + 1), self.dtype
+        bias = torch.randn(shape, device=self.device, generator=generator)
+        bias = bias.to(torch.float32 if self.reach % 2 == 0 else dtype)
+        return poisoned(bias, shape[0], shape[1] + 3)[:, 1:-2].copy_(bias)
 
     def _sink(self, generator: torch.Generator) -> Tensor | None:
         if self.sink is None:
@@ -280,6 +313,8 @@ def draw_tree(kind: str, size: int, generator: torch.Generator) -> Tensor:
     return mask.to(device)
 
 
+# A bool mask, or a bias of q's dtype or fp32, and its dimensions of batch, heads and queries.
+MASKS = ("bool-", "bool-bq", "bias-bhq", "bias-h", "fp32-q", "fp32-bh")
 QUERIES: dict[str, dict[str, Any]] = {
     "decode": {"seqlens_q": 1},
     "append": {"seqlens_q": 1, "seqlens_new": 1},

@@ -44,6 +44,7 @@ class Case:
     has_sink: bool = False
     dropout_p: float = 0.0
     deterministic: bool = False
+    max_logits: bool = False
     ulysses_size: int | None = None
     head_groups: int | tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
@@ -128,17 +129,14 @@ class Whole:
         inputs = [x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v)]
         sink = None if self.sink is None else self.sink.clone().requires_grad_()
         given = dict(zip("qkv", inputs, strict=True))
-        out, softmax_lse, *_ = run_operator(self.call(case, rng_state, sink=sink, **given))
-        torch.autograd.backward((out, softmax_lse), (self.dout, self.dlse))
-        return named(out, softmax_lse, inputs, sink)
-
-
-def named(
-    out: Tensor, softmax_lse: Tensor, inputs: list[Tensor], sink: Tensor | None
-) -> dict[str, Tensor]:
-    found = {"out": out.detach(), "softmax_lse": softmax_lse.detach().t()}
-    found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
-    return found if sink is None else found | {"dsink": sink.grad}
+        call = self.call(case, rng_state, sink=sink, **given)
+        results = run_operator(replace(call, return_max_logits=case.max_logits))
+        torch.autograd.backward((results.out, results.softmax_lse), (self.dout, self.dlse))
+        found = {"out": results.out.detach(), "softmax_lse": results.softmax_lse.detach().t()}
+        found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
+        if case.max_logits:
+            found["max_logits"] = results.max_logits
+        return found if sink is None else found | {"dsink": sink.grad}
 
 
 def sharded_results(
@@ -163,13 +161,14 @@ def sharded_results(
 
     inputs = [cut(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
     sink = None if whole.sink is None else whole.sink.clone().requires_grad_()
-    out, softmax_lse = parallel.attend(
+    out, softmax_lse, *max_logits = parallel.attend(
         *inputs,
         plan,
         **case.options(),
         alibi_slopes=whole.slopes,
         sink=sink,
         return_lse=True,
+        return_max_logits=case.max_logits,
     )
     dlse = cut(whole.dlse.t())
     torch.autograd.backward(
@@ -181,6 +180,9 @@ def sharded_results(
     if sink is not None:
         dist.all_reduce(sink.grad)
         found["dsink"] = sink.grad
+    if case.max_logits:
+        assert not max_logits[0].requires_grad
+        found["max_logits"] = max_logits[0]
     return found, plan
 
 
@@ -248,7 +250,9 @@ def assert_as_close(
         )
         assert own.isfinite().all(), name
         unit = torch.finfo(one_call[name].dtype).eps * x[x.isfinite()].abs().max()
-        unit *= 16 if name == "softmax_lse" else 1  # of sums whose terms are larger than they
+        unit *= (
+            16 if name in ("softmax_lse", "max_logits") else 1
+        )  # of sums whose terms are larger than they
         of_mean = unit / 8
         if name == "dsink":
             unit = unit_of_dsink(wanted, whole)
@@ -335,9 +339,8 @@ def attend_with_own(difference: str) -> None:
     k = x.double() if is_first and difference == "dtype" else x
     if is_first and difference == "heads":
         k = x[:, :, :2]
-    ContextParallel(None, "ulysses").attend(
-        x, k, k, return_lse=is_first and difference == "return_lse"
-    )
+    returned = {name: True for name in ("return_lse", "return_max_logits") if difference == name}
+    ContextParallel(None, "ulysses").attend(x, k, k, **returned if is_first else {})
 
 
 def attend_with_own_softcap(scheme: str = "ring", ulysses_size: int | None = None) -> None:

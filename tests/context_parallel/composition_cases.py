@@ -277,7 +277,7 @@ def compiled_options(scheme: str, ulysses_size: int | None = None) -> None:
     sink = torch.randn(HEADS, generator=generator, dtype=torch.float64)
     slopes = torch.rand(HEADS, generator=generator)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, ...]:
         return parallel.attend(
             *(q, k, v, plan),
             causal=True,
@@ -286,15 +286,17 @@ def compiled_options(scheme: str, ulysses_size: int | None = None) -> None:
             alibi_slopes=slopes,
             sink=sink,
             return_lse=True,
+            return_max_logits=True,
         )
 
     results = []
     for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=IS_TRACED)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
-        out, softmax_lse = function(*leaves)
+        out, softmax_lse, max_logits = function(*leaves)
         (out.square().sum() + softmax_lse.clamp(min=-1e3).sum()).backward()
+        found = {"out": out.detach(), "softmax_lse": softmax_lse.detach(), "logits": max_logits}
         grads = {n: x.grad for n, x in zip(("q", "k", "v", "sink"), leaves, strict=True)}
-        results.append({"out": out.detach(), "softmax_lse": softmax_lse.detach(), **grads})
+        results.append({**found, **grads})
     assert_close(*results[::-1])
 
 

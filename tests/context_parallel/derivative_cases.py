@@ -79,9 +79,13 @@ class Problem:
         q, k, v = (given.pop(name) for name in "qkv")
         options = self.case.options() | given
         found = self.parallel.attend(
-            q, k, v, self.plan, **options, alibi_slopes=self.whole.slopes, return_lse=True
+            *(q, k, v, self.plan),
+            **options,
+            alibi_slopes=self.whole.slopes,
+            return_lse=True,
+            return_max_logits=self.case.max_logits,
         )
-        out, softmax_lse = found
+        out, softmax_lse, *_ = found
         return out, softmax_lse.transpose(-1, -2)
 
     def attend_whole(

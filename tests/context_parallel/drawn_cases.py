@@ -41,6 +41,6 @@ def any_case(
     bound = st.sampled_from([-1, -1, 0, 3, 17, longest // 2])
     fields["window_size"] = draw(bound), draw(bound)
     fields["softcap"] = draw(st.sampled_from([0.0, 0.0, 2.0]))
-    for name in ("causal", "has_alibi", "has_sink"):
+    for name in ("causal", "has_alibi", "has_sink", "max_logits"):
         fields[name] = draw(st.booleans())
     return Case(scheme, ranks, **fields)

@@ -245,9 +245,19 @@ def over_pages() -> None:
     lengths = torch.tensor([8, 3, 5], dtype=torch.int32)
     options = {"cache_seqlens": lengths, "block_table": table}
     wanted = flash_attn_with_kvcache(q, *pages, **options)
+    by_heads = {Shard(2): Shard(0), Shard(0): REPLICATED}
+    of_scores: dict[str, Any] = {
+        "attn_mask": (torch.rand(3, 4, 2, 8) < 0.5, {Shard(2): Shard(1), Shard(0): Shard(0)}),
+        "relative_bias": (torch.randn(4, 7, dtype=torch.float64), by_heads),
+    }
     for at, pages_at in ((Shard(2), Shard(2)), (Shard(0), REPLICATED), (Shard(2), REPLICATED)):
         sharded = [_shard(x, mesh, pages_at) for x in pages]
         close(flash_attn_with_kvcache(_shard(q, mesh, at), *sharded, **options), wanted, f"{at}")
+        for name, (x, where) in of_scores.items():
+            of_whole = flash_attn_with_kvcache(q, *pages, **options, **{name: x})
+            given = options | {name: _shard(x, mesh, where[at])}
+            found = flash_attn_with_kvcache(_shard(q, mesh, at), *sharded, **given)
+            close(found, of_whole, f"{name} {at}")
     bounds = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
     sharded = [_shard(x, mesh, Shard(2)) for x in pages]
     flat = _shard(q.flatten(0, 1), mesh, Shard(1))

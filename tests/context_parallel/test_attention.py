@@ -46,8 +46,12 @@ OPTIONS = {
     "sink": {"has_sink": True},
     "dropout": {"dropout_p": 0.3, "lengths": (128,)},
     "dropout-window": {"dropout_p": 0.3, "lengths": (256,), "window_size": (50, -1)},
+    "max_logits": {"max_logits": True, "window_size": (30, -1)},
     "head-dims": {"head_dim": 12, "head_dim_v": 4},
-    "all-at-once": {"window_size": (29, -1), "softcap": 2.0, "has_alibi": True, "has_sink": True},
+    "all-at-once": {
+        **{"window_size": (29, -1), "softcap": 2.0, "max_logits": True},
+        **{"has_alibi": True, "has_sink": True},
+    },
 }
 
 
@@ -76,7 +80,7 @@ def test_equals_the_whole(four: Ranks, scheme: str, layout: str, option: str) ->
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_at_all(four: Ranks, scheme: str, layout: dict[str, Any]) -> None:
-    for options in ({}, {"has_alibi": True, "has_sink": True}):
+    for options in ({}, {"has_alibi": True, "has_sink": True, "max_logits": True}):
         four.run(cases.equals_the_whole, replace(SCHEMES[scheme], **layout, **options))
 
 
@@ -124,7 +128,10 @@ def test_options_that_differ(two: Ranks) -> None:
     [
         ("dtype", r"k: must be the same on every rank, got .*float64 on rank 0, .*float32"),
         ("heads", r"k: must be the same on every rank, got \(16, 2, 8\) .* on rank 0"),
-        ("return_lse", r"return_lse: must be the same on every rank, got True on rank 0"),
+        *(
+            (name, rf"{name}: must be the same on every rank, got True on rank 0")
+            for name in ("return_lse", "return_max_logits")
+        ),
     ],
 )
 def test_calls_of_ulysses_that_differ(two: Ranks, difference: str, message: str) -> None:

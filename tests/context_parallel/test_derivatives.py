@@ -26,7 +26,7 @@ LAYOUTS = {
 OPTIONS = {
     "full": {"causal": False},
     "window": {"window_size": (17, -1)},
-    "softcap-alibi": {"softcap": 3.0, "has_alibi": True},
+    "softcap-alibi": {"softcap": 3.0, "has_alibi": True, "max_logits": True},
     "sink": {"has_sink": True},
     "dropout": {"dropout_p": 0.3},
     "head-dims": {"head_dim": 12, "head_dim_v": 4},

@@ -75,7 +75,7 @@ OPTIONS = {
     "causal": {},
     "window": {"window_size": (101, -1)},
     "wide": {"window_size": (140, 61), "causal": False},
-    "softcap": {"softcap": 3.0},
+    "softcap-logits": {"softcap": 3.0, "max_logits": True},
     "alibi": {"has_alibi": True},
     "sink": {"has_sink": True},
     "dropout": {"dropout_p": 0.3},

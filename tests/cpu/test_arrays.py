@@ -63,6 +63,7 @@ HAVING: dict[str, Described] = {
     "qv": LATENT,
     "key_lists": LATENT | {"key_lists": integers(6, 2, 9)},
     "tree_mask": CACHE | {"tree_mask": zeros(2, 3, 3, dtype=torch.bool)},
+    "relative_bias": CACHE | {"relative_bias": torch.zeros(4, 5)},
 }
 # What is done to an array, the exception, and how its words go on behind the array's name.
 CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {

@@ -268,14 +268,14 @@ def test_mapped_calls_of_e4m3() -> None:
 
 def state_of(kind: str) -> dict[str, Any]:
     """Caches, and scales of them where they are of e4m3."""
-    dtype = torch.float64 if kind == "wide" else E4M3
+    dtype = E4M3 if kind in ("e4m3", "quantized") else torch.float64
     state: dict[str, Any] = {f"{x}_cache": torch.zeros(3, 11, 2, 16).to(dtype) for x in "kv"}
     if kind == "quantized":
         return state | {f"{x}_descale": torch.zeros(3, 11, 2) for x in "kv"}
     return state | ({"k_descale": 0.1, "v_descale": torch.ones(2)} if kind == "e4m3" else {})
 
 
-@pytest.mark.parametrize("kind", ["wide", "e4m3", "quantized"])
+@pytest.mark.parametrize("kind", ["wide", "attn_mask", "relative_bias", "e4m3", "quantized"])
 def test_compiled_decoding(kind: str) -> None:
     """A loop of steps, whose lengths are tensors: one graph, and what it leaves behind."""
     torch._dynamo.reset()
@@ -294,10 +294,13 @@ def test_compiled_decoding(kind: str) -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
     states, used = [state_of(kind), state_of(kind)], int32(0, 3, 5)
-    dtype = torch.float64 if kind == "wide" else torch.float32
+    dtype = torch.float32 if kind in ("e4m3", "quantized") else torch.float64
+    of_scores: dict[str, Any] = {"attn_mask": torch.rand(3, 1, 1, 11) < 0.5}
+    of_scores["relative_bias"] = torch.randn(4, 9, dtype=torch.float64)
     for _ in range(3):
         given = {"q": torch.randn(3, 1, 4, 16, dtype=dtype), "used": used}
         given |= {x: torch.randn(3, 1, 2, 16, dtype=dtype) for x in "kv"}
+        given |= {kind: of_scores[kind]} if kind in of_scores else {}
         torch.testing.assert_close(compiled(**given, **states[0]), step(**given, **states[1]))
         used = used + 1
     for name, x in states[0].items():

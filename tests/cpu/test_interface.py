@@ -46,7 +46,7 @@ OWN = {
     "flash_attn_with_kvcache": (
         "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
         f"sink=None, attention_chunk=0, out=None, qv=None, {DESCALES}, quantize=None, {LISTS}, "
-        f"{ROPE}"
+        f"{ROPE}, attn_mask=None, {BIAS}"
     ),
     "_flash_attn_forward": "deterministic=False",
     "_flash_attn_varlen_forward": (

@@ -17,7 +17,7 @@ from flash_attn_cuda.cpu import combine, forward_on_cpu
 from tests.cases.attention import KvCacheCase, KvCacheInputs
 from tests.cases.cpu_harness import RNG_STATE
 from tests.cases.harness import attend_over_cache, check_cache, reference_of_cache
-from tests.cases.kvcache import CACHE_AXES, QUERIES, TREES, cache_case
+from tests.cases.kvcache import CACHE_AXES, MASKS, QUERIES, TREES, cache_case
 from tests.cases.pairwise import pairwise
 from tests.reference import AttentionResult, attention
 
@@ -27,14 +27,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 AXES = {
     **{**CACHE_AXES, "head_dims": [(16, 16), (24, 16), (16, 24), (33, 5)]},
     **{"has_qv": [0, 1], "keys_per_list": [None, 1, 30], "tree": [None, *TREES]},
+    **{"mask": [None, *MASKS], "reach": [None, 0, 5, 64]},
 }
 
 
 def drawn_case(row: dict[str, Any], dtype: torch.dtype) -> KvCacheCase:
     """Queries are rotated with new keys alone, lists want qv, and qv has a scale and no slopes. A
-    tree has neither lists nor a right bound.
+    tree has neither lists nor a right bound, a mask or a relative_bias neither of these.
     """
     fields = dict(row)
+    if fields["mask"] is not None:
+        fields["reach"] = None
+    if fields["mask"] is not None or fields["reach"] is not None:
+        fields |= {"tree": None, "keys_per_list": None, "has_qv": 0}
     if fields["tree"] is not None:
         fields |= {"keys_per_list": None, "causal": False, "window": (row["window"][0], -1)}
     fields["has_qv"] |= fields["keys_per_list"] is not None

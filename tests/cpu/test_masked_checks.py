@@ -220,17 +220,26 @@ def test_wrong_packed_arguments(
         flash_attn_varlen_func(**packed_arguments(**changes))
 
 
-def test_pages_take_a_sink_alone() -> None:
+def test_pages_take_no_block_mask() -> None:
     pages = {"k": torch.randn(3, 4, 2, 16).double(), "v": torch.randn(3, 4, 2, 16).double()}
     table = {"block_table": int32(0, 1, 2, 0, 1, 2).view(2, 3), "cu_seqlens_k": int32(0, 9, 17)}
     given = packed_arguments(**pages, **table)
     for name, value in (
-        ("attn_mask", ones(7, 9)),
         ("block_mask", sparsity(7, 9)),
         ("block_size", (64, 64)),
     ):
         with pytest.raises(NotImplementedError, match=f"^{name}: must be None with a block_table"):
             flash_attn_varlen_func(**given, **{name: value})
+    flash_attn_varlen_func(**given, attn_mask=ones(7, 9))
+    table = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^relative_bias: must not require grad"):
+        flash_attn_varlen_func(**given, relative_bias=table)
+    with pytest.raises(NotImplementedError, match=r"^relative_bias: must be None with an attn_mas"):
+        flash_attn_varlen_func(**given, relative_bias=table.detach(), attn_mask=ones(7, 9))
+    with pytest.raises(TypeError, match=r"^max_seqlen_k: must be an integer with a tensor attn_m"):
+        flash_attn_varlen_func(**given | {"max_seqlen_k": None}, attn_mask=ones(7, 9))
+    with pytest.raises(ValueError, match=r"^attn_mask: must have .* end in seqlen_k 9, got .*12"):
+        flash_attn_varlen_func(**given, attn_mask=ones(7, 12))
     sink = torch.zeros(4)
     flash_attn_varlen_func(**given, sink=sink)
     with pytest.raises(ValueError, match=r"^sink: must have shape \(4,\), got \(2,\)"):
@@ -263,3 +272,28 @@ def test_sinks_of_a_cache() -> None:
         flash_attn_with_kvcache(**given, sink=sink[:3])
     with torch.no_grad():
         flash_attn_with_kvcache(**given, sink=torch.nn.Parameter(sink))
+
+
+def test_masks_of_a_cache() -> None:
+    q, cache, _, _, _ = make_inputs(dtype=torch.float32)
+    (batch, queries), rows = q.shape[:2], cache.shape[1]
+    given = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": int32(3, 9)}
+    words = rf"^attn_mask: must have .* \({batch}, 4, {queries}\) and end in seqlen_k"
+    with pytest.raises(ValueError, match=rf"{words} {rows}, got shape \(1, {rows - 1}\)"):
+        flash_attn_with_kvcache(**given, attn_mask=ones(1, rows - 1))
+    with pytest.raises(ValueError, match=rf"{words} 5, got shape \(1, {rows}\)"):
+        flash_attn_with_kvcache(**given | {"cache_seqlens": 5}, attn_mask=ones(1, rows))
+    with pytest.raises(NotImplementedError, match=r"^attention_chunk: must be 0 with attn_mask"):
+        flash_attn_with_kvcache(**given, attn_mask=ones(1, rows), attention_chunk=3)
+    packed = given | {"q": q.flatten(0, 1), "cu_seqlens_q": int32(0, queries, 2 * queries)}
+    with pytest.raises(TypeError, match=r"^max_seqlen_q: must be an integer with a tensor attn_m"):
+        flash_attn_with_kvcache(**packed, attn_mask=ones(queries, rows))
+    with pytest.raises(NotImplementedError, match=r"^attention_chunk: must be 0 with relative_b"):
+        flash_attn_with_kvcache(**given, relative_bias=torch.zeros(4, 5), attention_chunk=3)
+    with pytest.raises(ValueError, match=r"^relative_bias: must have shape .*got \(4, 6\)"):
+        flash_attn_with_kvcache(**given, relative_bias=torch.zeros(4, 6))
+    mask = torch.rand(batch, 1, queries, 5) < 0.5
+    of_five = flash_attn_with_kvcache(**given | {"cache_seqlens": 5}, attn_mask=mask)
+    wider = torch.nn.functional.pad(mask, (0, rows - 5))
+    lengths = {"cache_seqlens": int32(5, 5)}
+    assert torch.equal(flash_attn_with_kvcache(**given | lengths, attn_mask=wider), of_five)

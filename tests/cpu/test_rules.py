@@ -37,6 +37,7 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "bias": ("attn_mask", torch.zeros(2, 4, 3, 10), "None", "a tensor"),
     "quantizes_tokens": ("quantize", True, "None", "'token'"),
     "bias_by_distance": ("bias_by_distance", True, "False", "True"),
+    "block_rows": ("block_mask", torch.zeros(1, 1, 1, 3, dtype=torch.int32), "None", "a mask"),
     "fp32_results": ("fp32_results", True, "False", "True"),
     "return_max_logits": ("return_max_logits", True, "False", "True"),
     "values_include_rope": ("values_include_rope", True, "False", "True"),
@@ -45,6 +46,8 @@ FIELDS: dict[str, tuple[str, Any, str, str]] = {
     "bounds_right": ("window_size", 0, "unbounded on the right", "a right bound"),
 }
 OF_TRAINING = "dropout_p bias fp32_results origin return_max_logits"
+LACKED_BY_FEW = f"{OF_TRAINING} relative_bias"
+LACKED_IN_PLACE = "dropout_p block_rows bias_by_distance fp32_results origin return_max_logits"
 UNABSORBED = "as a model scales by the head dim that it has without absorption"
 ROTARY = "rotary_cos rotary_sin"
 OF_TREE = "with a tree_mask, which says what of their own keys queries see"
@@ -111,6 +114,8 @@ CALLS: dict[str, Described] = {
     "rotary_cos": CACHE | APPENDS | {"rotary_cos": zeros(9, 8)},
     "rotary_sin": CACHE | APPENDS | {"rotary_sin": zeros(9, 8)},
     "reads_in_place": PAGED,
+    "not reads_in_place": ONE_LENGTH,
+    "relative_bias": CACHE | {"relative_bias": torch.zeros(4, 5)},
     "fp32_results": ONE_LENGTH | {"fp32_results": True},
     "reads_plain_keys_in_place": PAGED,
     "lists_blocks": PACKED | {"key_lists": integers(6, 2, 9)},
@@ -131,16 +136,18 @@ ABSENT = (
      "origin cu_seqlens_k seqused_q seqused_k leftpad_k block_table qv tree_mask"),
     ("not over_cache", ValueError, "without over_cache",
      f"cache_batch_idx seqlen_k k_new v_new cu_seqlens_k_new {ROTARY}"),
-    ("over_cache", NotImplementedError, "over a cache", OF_TRAINING),
-    ("block_table", NotImplementedError, "with a block_table", OF_TRAINING),
+    ("over_cache", NotImplementedError, "over a cache", LACKED_IN_PLACE),
+    ("block_table", NotImplementedError, "with a block_table", LACKED_IN_PLACE),
+    ("not reads_in_place", ValueError, "without a cache and pages", "relative_bias"),
+    ("relative_bias", NotImplementedError, "with a relative_bias", "bias"),
     ("has_masks", NotImplementedError, "with a mask or a bias", "fp32_results origin"),
     ("not has_lists", ValueError, "without a block mask", "mask_bits"),
     ("not bias", ValueError, "without a bias", "bias_by_distance"),
     ("wants_s_dmask", NotImplementedError, "with return_softmax and dropout", "bias origin"),
-    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{OF_TRAINING} qv"),
-    ("qv", NotImplementedError, "with qv", f"{OF_TRAINING} alibi_slopes"),
+    ("is_fp8", NotImplementedError, f"where k {OF_E4M3}", f"{LACKED_BY_FEW} qv"),
+    ("qv", NotImplementedError, "with qv", f"{LACKED_BY_FEW} alibi_slopes"),
     ("tree_mask", ValueError, OF_TREE, "causal bounds_right"),
-    ("tree_mask", NotImplementedError, OF_TREE, OF_TRAINING),
+    ("tree_mask", NotImplementedError, OF_TREE, LACKED_BY_FEW),
     ("key_lists", NotImplementedError, "with key_lists", "tree_mask"),
     ("reads_plain_keys_in_place", NotImplementedError, "over a cache or pages without qv",
      "key_lists"),
@@ -240,6 +247,8 @@ SIZES: dict[str, tuple[tuple[Described, Described, str], ...]] = {
         (PACKED, {"tree_mask": zeros(6, 8, dtype=torch.bool)},
          "tree_mask: must have a row for each query (6) and at least max_seqlen_q (9) columns, got "
          "(6, 8)"),
+        (CACHE, {"relative_bias": zeros(4, 6)},
+         "relative_bias: must have shape (4, 2 * reach + 1), got (4, 6)"),
         (PACKED, {"key_lists": integers(6, 2, 9), "key_list_block": 24},
          "key_list_block: must be 1, 8, 16, 32, 64 or 128, got 24"),
         (PAGED, {"block_table": integers(3, 3)},
@@ -484,7 +493,7 @@ def test_of_a_direction(fact: str, words: str) -> None:
 
 def test_every_rule_is_broken_here() -> None:
     """By a call of which its fact holds."""
-    named = {"bias": "has_masks"}
+    named = {"bias": "has_masks", "block_rows": "has_lists"}
     broken = {(fact, named.get(name, name)) for (fact, name), *_ in CASES.values()}
     stated = {
         (each.fact, name)

@@ -23,7 +23,7 @@ from tests.cases.attention import (
 from tests.cases.fp8_cache import FORMS as SCALE_FORMS
 from tests.cases.fp8_cache import STRIDES, Fp8Case
 from tests.cases.fp8_harness import LATENT_FORMS, V4_ROWS
-from tests.cases.kvcache import TREES
+from tests.cases.kvcache import MASKS, TREES
 from tests.cases.layouts import DRAWN
 from tests.cases.masked import OWN, MaskedCase, RandomBias, RandomMask
 from tests.cases.second_order import LEAVES, SECOND_ORDER, DerivativeCase, Transform, jvp
@@ -262,6 +262,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
     heads = draw.rng.choice(HEADS_OF_LATENT)
     scale = draw.rng.choice((192**-0.5, 192**-0.5, 0.3, 0.0, -0.1))
     of_latent: dict[str, Any] = {"has_qv": True, "softmax_scale": scale, "alibi": None}
+    of_latent |= {"mask": None, "reach": None}
     of_heads = {"num_heads_q": heads[0], "num_heads_k": heads[1]}
     if draw.chance(0.5):
         of_latent |= {"keys_per_list": draw.length(2100), "tree": None}
@@ -269,7 +270,7 @@ def _latent(draw: Draw, latent: int) -> KvCacheCase:
 
 
 def fp8_cache(draw: Draw) -> RandomCall:
-    case = _over_cache(draw, draw.head_dims(step=16))
+    case = replace(_over_cache(draw, draw.head_dims(step=16)), mask=None, reach=None)
     forms = [draw.rng.choice(SCALE_FORMS)] * 2
     if draw.chance(0.4):
         forms[1] = draw.rng.choice(SCALE_FORMS)
@@ -328,6 +329,10 @@ def _over_cache(draw: Draw, head_dims: dict[str, Any]) -> KvCacheCase:
     if draw.chance(0.2):
         fields["tree"] = draw.rng.choice(TREES)
         features |= {"causal": False, "window": (features.get("window", (-1, -1))[0], -1)}
+    elif draw.chance(0.2):
+        fields["mask"] = draw.rng.choice(MASKS)
+    elif draw.chance(0.1):
+        fields["reach"] = draw.length(1000)
     return KvCacheCase(
         cached,
         queries,

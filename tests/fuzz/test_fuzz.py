@@ -72,8 +72,10 @@ def test_draws_reach_every_feature() -> None:
         [x.case for x in drawn[kind]]
         for kind in ("cache", "latent_cache", "fp8_cache", "fp8_latent_cache")
     )
-    for cases in (caches, [x.cache for x in fp8]):
-        assert constant(cases) == of_training | {"has_qv", "keys_per_list"}
+    of_scores, of_lists = {"mask", "reach"}, {"has_qv", "keys_per_list"}
+    of_latent |= of_scores
+    assert constant(caches) == of_training | of_lists
+    assert constant([x.cache for x in fp8]) == of_training | of_lists | of_scores
     for cases in (latent, [x.cache for x in fp8_latent]):
         assert constant(cases) == of_training | of_latent
     assert constant(fp8) == {"group", "is_v4"}

@@ -22,7 +22,7 @@ from tests.cases.harness import (
     scaled,
     skip_without_row,
 )
-from tests.cases.kvcache import TREES
+from tests.cases.kvcache import MASKS, TREES
 from tests.cases.matrix import BOTH, DTYPES, Call, check_calls, each, grid, inputs_of, pairs
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +140,30 @@ SHAPES: dict[str, list[Call]] = {
             {"head_dim": 512},
         ],
     ),
+    # Of few queries and many, any head dim and page; columns of keys that are not there hold NaN.
+    "masks": grid(
+        cached=(300, 0, 37), capacity=500, page_size=[None, 7, 16], mask=list(MASKS),
+        queries=[(1, 1), (9, 9), (70, None), (130, 130), ((5, 0, 70), None), ((1, 130, 4),) * 2],
+        of=[
+            {"head_dim": 128, "causal": True},
+            {"head_dim": 64, "heads": (5, 5), "window": (50, -1), "sink": FP32},
+            {"head_dim": 59, "heads": (9, 3), "rotary_dim": 16, "leftpad": (90, 0, 1)},
+            {"head_dim": 256, "heads": (6, 1), "softcap": 4.0, "alibi": Alibi.per_batch},
+            {"head_dim": 192, "softmax_scale": -0.2, "batch_idx": (3, 0, 2), "entries": 5},
+            *({"head_dim": 512}, {"head_dim": 32, "dtype": FP16}, {"head_dims": (64, 33)}),
+        ],
+    ),
+    "relative biases": grid(
+        cached=(300, 0, 37), capacity=500, page_size=[None, 16], reach=[0, 5, 128],
+        queries=[(1, 1), (9, 9), (70, None), (130, 130), ((5, 0, 70), None), ((1, 130, 4),) * 2],
+        of=[
+            {"head_dim": 128, "causal": True},
+            {"head_dim": 64, "heads": (5, 5), "sink": FP32, "softmax_scale": -0.2},
+            {"head_dim": 59, "heads": (9, 3), "rotary_dim": 16, "leftpad": (90, 0, 1)},
+            {"head_dim": 256, "heads": (6, 1), "softcap": 4.0, "alibi": Alibi.per_batch},
+            {"head_dim": 512, "dtype": FP16},
+        ],
+    ),
     # Every dtype of a sink, a sequence without a key, appends.
     "sinks": grid(
         cached=(150, 0, 37), capacity=300, page_size=PAGES, causal=BOTH,
@@ -163,6 +187,21 @@ PARTS: dict[str, list[Call]] = {
             *({"queries": (16, 16)}, {"queries": (70, 70), "num_heads_k": 1}),
             {"queries": (64, 64), "head_dim": 128, "window": (900, -1)},
         ],
+    ),
+    "splits of masks": grid(
+        **LONG, mask=["bool-bq", "bias-h"], page_size=PAGES, num_splits=[0, 2, 7, 64],
+        of=[
+            *({"queries": (16, 16)}, {"queries": (70, 70), "num_heads_k": 1}),
+            {"queries": (64, 64), "head_dim": 128, "window": (900, -1)},
+        ],
+    ),
+    "splits of relative biases": grid(
+        **LONG, reach=300, page_size=PAGES, num_splits=[0, 2, 64], queries=[(16, 16), (70, 70)],
+        batch_invariant=BOTH,
+    ),
+    "batch-invariant masks": grid(
+        **LONG, queries=[(16, 16), ((9, 0, 64, 1),) * 2], page_size=PAGES, mask="fp32-bh",
+        batch_invariant=True,
     ),
     "batch-invariant trees": grid(
         **LONG, queries=[(16, 16), ((9, 0, 64, 1),) * 2], page_size=PAGES, tree="drawn",

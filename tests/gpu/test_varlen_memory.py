@@ -29,7 +29,7 @@ from tests.cases.harness import (
     run_reference,
     skip_without_row,
 )
-from tests.cases.masked import MaskedCase, RandomBias
+from tests.cases.masked import MaskedCase, RandomBias, RandomMask
 from tests.cases.masked_harness import skip_without_masked_row
 from tests.cases.matrix import inputs_of
 from tests.cases.public_calls import lengths, normal
@@ -75,13 +75,21 @@ SPLITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 100, 256, 300])
-@pytest.mark.parametrize("sink", [None, torch.bfloat16], ids=["", "sink"])
+@pytest.mark.parametrize(
+    "of_scores",
+    [
+        *({}, {"sink": torch.bfloat16}, {"mask": RandomMask(0.7, own="bq")}),
+        *({"bias": RandomBias("bhq", hidden=0.3)}, {"bias": RandomBias("h", fp32=True)}),
+        {"bias": RandomBias(reach=40)},
+    ],
+    ids=["", "sink", "mask", "bias", "fp32_bias", "relative"],
+)
 @pytest.mark.parametrize(
     "features",
     [{}, {"causal": True}, {"window": (30, 2), "softcap": 5.0}],
     ids=["full", "causal", "window_softcap"],
 )
-def test_pages(features: dict[str, Any], sink: torch.dtype | None, page_size: int) -> None:
+def test_pages(features: dict[str, Any], of_scores: dict[str, Any], page_size: int) -> None:
     """flash_attn_varlen_func with a block_table: any page size, any splits."""
     for head_dim, queries, keys in (
         (64, (70, 1, 0, 130), (200, 301, 50, 0)),
@@ -94,17 +102,28 @@ def test_pages(features: dict[str, Any], sink: torch.dtype | None, page_size: in
             head_dim=head_dim,
             **features,
         )
-        skip_without_row(make_cache_case(page_size=page_size, head_dim=head_dim, **features))
-        of_sink = MaskedCase(of, None, None, sink).make_inputs().sink
+        masked = MaskedCase(of, **of_scores).make_inputs()
+        given, relative_bias = masked.options(), masked.relative_bias
+        attn_mask, bounds = given.get("mask", given.get("bias")), (None, None)
+        needs = {} if attn_mask is None else {"mask": "bias-"}
+        if relative_bias is not None:
+            attn_mask = None
+        if attn_mask is not None:
+            bounds = of.max_seqlen_q, of.max_seqlen_k
+        skip_without_row(
+            make_cache_case(page_size=page_size, head_dim=head_dim, **features, **needs)
+        )
         inputs, pool_k, pool_v, table = paged_inputs(of, page_size)
-        expected = run_reference(of, inputs, use_dlse=False, sink=of_sink)
+        expected = run_reference(of, inputs, use_dlse=False, **given)
         for splits in SPLITS:
             out, lse, _ = flash_attn_varlen_func(
-                *(inputs.q, pool_k, pool_v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None),
+                *(inputs.q, pool_k, pool_v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *bounds),
                 **of.arguments(),
                 return_attn_probs=True,
                 block_table=table,
-                sink=of_sink,
+                sink=given.get("sink"),
+                attn_mask=attn_mask,
+                relative_bias=relative_bias,
                 **splits,
             )
             assert_close(AttentionResult(out, lse), *expected)

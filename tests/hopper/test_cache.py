@@ -79,6 +79,12 @@ TABLE: dict[str, list[Call]] = {
         seqlens_q=[100, 129, 300, (65, 0, 300), (1, 200, 7)],
         softcap=[0.0, 5.0], alibi=[None, Alibi.per_head], sink=[None, torch.float32], dtype=DTYPES,
     ),
+    # A warpgroup without queries, of one block, of several, of splits and of other tiles.
+    "up to 64 queries": grid(
+        cached=(1500, 0, 129, 40), capacity=2048, page_size=[None, 16], heads=(8, 1),
+        head_dim=[64, 128, 256], seqlens_q=[33, 64, (64, 1, 65, 129)], num_splits=[0, 1, 3],
+        of=[{"causal": True}, {}, {"tree": "drawn"}, {"window": (30, 5), "softcap": 5.0}],
+    ),
     "splits of padded and reordered entries": grid(
         cached=(1500, 0, 700), queries=(90, 90), capacity=1600, page_size=[None, 16],
         head_dim=128, causal=True, batch_idx=(3, 0, 2), entries=5, leftpad=(9, 0, 300),

@@ -72,6 +72,7 @@ inline constexpr FeatureSet cache_features =
 
 inline constexpr FeatureSet masked_features =
     training_features | feature::block_sparse | feature::bias;
+inline constexpr FeatureSet paged_masked_features = masked_features | feature::paged_kv;
 
 inline constexpr FeatureSet any_mask = masked_features | feature::deterministic;
 
@@ -91,7 +92,7 @@ inline ForwardInstance decode_instance(const char* name, int head_dim) {
   instance.config.kind = ForwardKind::decode;
   instance.config.block_m = 16;
   instance.config.block_n = 16;
-  instance.config.features = cache_features | feature::packed_gqa;
+  instance.config.features = cache_features | feature::packed_gqa | feature::bias;
   instance.smem_bytes = 97 * 1024;
   return instance;
 }
@@ -235,8 +236,8 @@ inline std::vector<ForwardInstance> complete_forward_rows() {
       decode_lists_instance("hd128_decode_lists", 128),
       decode_latent_instance("hd64_dv512_decode_latent", 4, 136),
       decode_latent_instance("hd64_dv512_decode_latent_smem99k", 2, 95),
-      features_instance("hd64_masked", 64, masked_features),
-      features_instance("hd128_masked", 128, masked_features),
+      features_instance("hd64_masked", 64, paged_masked_features),
+      features_instance("hd128_masked", 128, paged_masked_features),
       jvp_instance("hd128_tangent", 128),
       jvp_instance("hd512_tangent", 512),
       e4m3_instance(features_instance("hd128_e4m3", 128, cache_features)),

@@ -141,6 +141,30 @@ TEST(of_few_queries_tiles_are_run_as_well) {
   const auto max_logits = [](auto& p) { p.max_logits = &number; };
   CHECK_EQ(chosen<ForwardParams>(max_logits, few), "sm90_hd128");
   CHECK_EQ(chosen<ForwardParams>(both(used_lengths, max_logits), few), "sm90_hd128");
+  // Over caches, and pages, which no sm90 row with a bias reads, a bias of few queries decodes.
+  const auto pages = [](auto& p) {
+    static const int table = 0;
+    p.paged = {.block_table = &table, .table_stride = 64, .max_pages = 64};
+    p.paged.page_size = p.paged.num_pages = 64;
+  };
+  CHECK_EQ(chosen<ForwardParams>(both(bias, pages), few), "hd128_decode");
+  CHECK_EQ(chosen<ForwardParams>(both(fp32_bias, used_lengths), few), "hd128_decode");
+  CHECK_EQ(chosen<ForwardParams>(both(bias, pages)), "hd128_masked");
+  CHECK_EQ(chosen<ForwardParams>(both(bias, used_lengths)), "sm90_hd128_bias");
+  const auto relative = [](auto& p) { p.score.bias = {.data = &some_float, .reach = 4}; };
+  CHECK_EQ(chosen<ForwardParams>(both(relative, used_lengths), few), "hd128_decode");
+  CHECK_EQ(chosen<ForwardParams>(both(relative, used_lengths)), "hd128_masked");
+  // Masked rows of wide heads read no pages.
+  const InstanceList<ForwardInstance> of_wide_heads(
+      {decode_instance("hd512_decode", 512),
+       features_instance("hd512_masked", 512, masked_features)});
+  AttentionShape wide = training;
+  wide.head_dim = wide.head_dim_v = 512;
+  auto params = with_tensors(call<ForwardParams>(wide, {}));
+  bias(params);
+  CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_masked");
+  pages(params);
+  CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_decode");
   // Only decode rows read such tensors.
   const auto unaligned = [](auto& p) { p.q.row_stride += 1; };
   CHECK_ERROR(chosen<ForwardParams>(both(max_logits, unaligned), few), "max_logits must be null");

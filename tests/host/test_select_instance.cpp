@@ -368,13 +368,14 @@ TEST(sm80_rows_with_lists_can_run_calls_without) {
     CHECK_EQ(selected(masked, request_with(features)), "masked");
 }
 
-TEST(lists_and_a_bias_have_neither_pages_nor_decoding) {
+TEST(sm80_rows_have_a_bias_over_pages_and_none_decodes_lists) {
   for (const FeatureSet mask : {feature::block_sparse, feature::bias}) {
-    CHECK_ERROR(selected(sm90_forward_table(), request_with(mask | feature::paged_kv)),
-                names_of(feature::paged_kv | mask));
-    KernelRequest decode = request_with(mask);
+    CHECK_EQ(selected(sm90_forward_table(), request_with(mask | feature::paged_kv)),
+             "hd128_masked");
+    KernelRequest decode = request_with(mask | feature::paged_kv | feature::split_kv);
     decode.kind = ForwardKind::decode;
-    CHECK(find_instance(sm90_forward_table(), decode, h200) == nullptr);
+    CHECK((find_instance(sm90_forward_table(), decode, h200) == nullptr) ==
+          (mask == feature::block_sparse));
     CHECK_EQ(selected_backward(request_with(mask | feature::deterministic)), "hd128_masked");
   }
 }

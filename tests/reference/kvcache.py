@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.dense import attention_with_gradients, low_precision
-from tests.reference.options import PLAIN, AttentionOptions, AttentionResult
+from tests.reference.options import PLAIN, AttentionOptions, AttentionResult, distances
 from tests.reference.parts import bias_of_lists, mask_of_tree, told_apart, with_qv
 from tests.reference.varlen import dense_keys, places_of
 
@@ -40,6 +40,8 @@ class CacheTensors:
     qv: Tensor | None = None
     key_lists: Tensor | None = None
     tree_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    relative_bias: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -151,6 +153,9 @@ def kvcache_reference(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **others}
     tensors, features = told_apart(CacheTensors, given)
     options = replace(options, **features)
+    if (given_mask := tensors.attn_mask) is not None:
+        is_bool = given_mask.dtype == torch.bool
+        options = replace(options, **{"mask" if is_bool else "bias": given_mask})
     tables, block_table = (tensors.rotary_cos, tensors.rotary_sin), tensors.block_table
     qv, key_lists, tree_mask = tensors.qv, tensors.key_lists, tensors.tree_mask
     result = KvCacheResult(
@@ -185,6 +190,10 @@ def kvcache_reference(
         if tree_mask is not None:
             tree = tree_mask[sequence.queries].reshape(len(queries), tree_mask.shape[-1])
             part = replace(part, mask=mask_of_tree(tree, seqlen_k))
+        if (of_distance := tensors.relative_bias) is not None:
+            reach = of_distance.shape[1] // 2
+            places = distances(len(queries), seqlen_k, q.device).clamp(-reach, reach) + reach
+            part = replace(part, bias=of_distance[None, :, places])
         if key_lists is not None:
             lists = key_lists[sequence.queries].reshape(len(queries), *key_lists.shape[-2:])
             bias = bias_of_lists(lists, seqlen_k, q.shape[-2] // lists.shape[1])

@@ -87,6 +87,54 @@ struct ScoreBias {
   }
 };
 
+// A row of scores; centre: the key that distances count from. head: of the bias.
+template <class Number, class Scores, class Coords>
+CUTE_DEVICE void add_relative(BiasParams const& bias, const Number* head, Scores& scores,
+                              Coords const& coords, int row, int centre, int key_begin,
+                              float factor) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int col = 0; col < size<1>(scores); ++col) {
+    const int distance = key_begin + get<1>(coords(row, col)) - centre;
+    const int place = min(max(distance, -bias.reach), bias.reach) + bias.reach;
+    scores(row, col) += factor * static_cast<float>(head[place]);
+  }
+}
+
+// Adds the bias to a tile whose rows are of several heads. Its scores are not in units.
+// query_of(row), head_of(row): the row's; rows of no query keep their scores.
+template <class Element, class Scores, class Coords, class QueryOf, class HeadOf>
+CUTE_DEVICE void add_bias_of_rows(BiasParams const& bias, Sequence const& sequence, Scores& scores,
+                                  Coords const& coords, int key_begin, QueryOf query_of,
+                                  HeadOf head_of) {
+  using namespace cute;
+  const auto add = [&](const auto* data) {
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      const int query = query_of(row);
+      if (bias.is_relative()) {
+        if (query < sequence.seqlen_q)
+          add_relative(bias, data + head_of(row) * bias.head_stride, scores, coords, row,
+                       query + sequence.shift, key_begin, 1.0f);
+        continue;
+      }
+      if (query >= min(sequence.seqlen_q, bias.rows)) continue;
+      const auto* source = data + sequence.index * bias.batch_stride +
+                           head_of(row) * bias.head_stride + query * bias.row_stride;
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        const int key = key_begin + get<1>(coords(row, col));
+        if (key < bias.columns) scores(row, col) += static_cast<float>(source[key]);
+      }
+    }
+  };
+  if (bias.is_fp32) {
+    add(static_cast<const float*>(bias.data));
+  } else {
+    add(static_cast<const Element*>(bias.data));
+  }
+}
+
 namespace detail {
 
 // dscores, times factor -> the rows of one head of the gradient, whose elements have one pair each.
@@ -178,16 +226,40 @@ CUTE_DEVICE void add_bias_gradient(BiasGradient const& dbias, BiasParams const& 
   }
 }
 
-// The bias as an effect in kernels whose scores are in units.
-template <class Element>
+// The bias as an effect in kernels whose scores are in units. kOfCaches: it may be relative.
+template <class Element, bool kOfCaches = false>
 struct BiasEffect {
   template <class Scores, class Coords>
   CUTE_DEVICE static void apply(ScoreParams const& params, ScoreTile const& tile, Scores& scores,
                                 Coords const& coords) {
     if (params.bias.data == nullptr) return;
+    if (kOfCaches && params.bias.is_relative()) {
+      add_relative_to_tile(params, tile, scores, coords);
+      return;
+    }
     const auto bias =
         ScoreBias<Element>::of(params.bias, tile.sequence.index, tile.sequence.seqlen_q, tile.head);
     bias.add(scores, coords, tile.query_begin, tile.key_begin, 1.0f / score_unit(params));
+  }
+
+  template <class Scores, class Coords>
+  CUTE_DEVICE static void add_relative_to_tile(ScoreParams const& params, ScoreTile const& tile,
+                                               Scores& scores, Coords const& coords) {
+    using namespace cute;
+    BiasParams const& bias = params.bias;
+    const auto add = [&](const auto* data) {
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) {
+        const int centre = tile.query_begin + get<0>(coords(row, 0)) + tile.sequence.shift;
+        add_relative(bias, data + tile.head * bias.head_stride, scores, coords, row, centre,
+                     tile.key_begin, 1.0f / score_unit(params));
+      }
+    };
+    if (bias.is_fp32) {
+      add(static_cast<const float*>(bias.data));
+    } else {
+      add(static_cast<const Element*>(bias.data));
+    }
   }
 
   template <class Scores, class Coords>

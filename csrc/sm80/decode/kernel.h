@@ -14,6 +14,7 @@
 
 #include "shared/kernel_order.h"
 #include "shared/mask/tree_mask.h"
+#include "shared/scores/score_bias.h"
 #include "shared/scores/score_modifiers.h"
 #include "sm80/decode/combine.h"
 #include "sm80/decode/loader.h"
@@ -329,6 +330,12 @@ CUTE_DEVICE void decode_item(DecodeArguments const& args, DecodeItem const& item
 
     if (args.scales_scores)
       positions.modifiers.apply(params.score, scores, tScS, positions.centre, key_begin);
+    if (Traits::has_bias && params.score.bias.data != nullptr) {
+      add_bias_of_rows<typename Traits::Element>(
+          params.score.bias, sequence, scores, tScS, key_begin,
+          [&](int row) { return positions.centre[row] - band.shift; },
+          [&](int row) { return rows[row].head; });
+    }
     const bool has_list = Traits::lists_blocks || (Traits::is_latent && list.entries != nullptr);
     if (has_list) hide_absent_keys(listed[0], scores, tScS, 0, -INFINITY);
     if (!has_list && (key_begin < interior_begin || key_begin + slice > interior_end)) {

@@ -63,6 +63,7 @@ struct DecodeTraits {
   // Scores are q k^T + qv v^T. V is an operand of S as well as of O.
   static constexpr bool is_latent = has_latent(config.features);
   static constexpr bool lists_blocks = flash_attn_cuda::lists_blocks(config.features);
+  static constexpr bool has_bias = (config.features & feature::bias) != 0;
   static constexpr bool has_lists = is_latent || lists_blocks;  // if the call has
   static constexpr int query_columns = key_columns + (is_latent ? value_columns : 0);
 

@@ -40,7 +40,7 @@ struct ForwardTraits {
   using Element = ElementOf<config.dtype>;
   static constexpr bool is_e4m3 = reads_e4m3(config.features);
   using Cached = std::conditional_t<is_e4m3, std::uint8_t, Element>;  // of keys and values
-  using Bias = EffectIf<has_bias, BiasEffect<Element>>;
+  using Bias = EffectIf<has_bias, BiasEffect<Element, has(feature::paged_kv)>>;
   using Lists = EffectIf<is_sparse, ListedPairs<block_m, block_n>>;
   // Warps split the queries only: a warp owns whole score rows and P never leaves its registers.
   using Mma = WarpGridMma<Element, config.num_warps, 1>;

@@ -45,6 +45,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
                         min(query_begin + 64, sequence.seqlen_q) - 1, sequence.seqlen_k,
                         Traits::block_n, of_tile);
     }
+    if (Traits::drops_without_queries && query_begin >= sequence.seqlen_q)
+      range.begin = range.end - 1;
     const VisitOrder order = visit_order<Traits>(params, work, range);
     const ForwardTile<Traits> tile{params, sequence, query_begin, range};
     const ForwardScores<Traits> scores(tile, work, smem, warpgroup, thread, effects);
@@ -148,7 +150,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     }
     products.finish_output(tOrO);
 
-    if constexpr (Traits::drops_blocks) {
+    if constexpr (Traits::drops_blocks || Traits::drops_without_queries) {
       // Read again, because a register for it would be kept all the tile long.
       const int first_of_tile = smem.work[work_state.stage].range.begin;
       CUTE_NO_UNROLL

@@ -58,6 +58,9 @@ struct ForwardTraits : TileTraits<Tag> {
   static constexpr bool drops_blocks =
       !is_sparse && !is_paged && !has_bias && !has_score_modifiers && !has_dropout;
   static_assert(overlaps_softmax || drops_blocks, "short steps are those of plain rows");
+  // In pages, and over caches whose trees such rows read, one without any query does, where there
+  // are registers for it.
+  static constexpr bool drops_without_queries = is_paged && !is_e4m3 && !has_score_modifiers;
 
   // Without a spill in the kernel ptxas lets the blocks that a drawing warp has in hand overlap.
   static constexpr int launch_registers = launch_registers_of(threads, ctas_per_sm);
