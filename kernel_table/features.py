@@ -17,5 +17,6 @@ LATENT = Feature.latent | SOFTCAP | OF_A_CACHE | Feature.packed_gqa
 KEY_LISTS = Feature.key_lists | SOFTCAP
 E4M3_LATENT = LATENT | Feature.e4m3_kv
 E4M3_CACHE = OF_A_CACHE | Feature.e4m3_kv
+E4M3_PRODUCTS = OF_A_CACHE | Feature.e4m3_kv | Feature.e4m3_products
 # Lists of blocks, a bias, and whatever comes with them.
 MASKED = MODIFIERS | DROPOUT | LISTS | BIAS

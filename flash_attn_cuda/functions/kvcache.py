@@ -62,6 +62,7 @@ def flash_attn_with_kvcache(
     key_list_block: int = 1,
     values_include_rope: bool = False,
     tree_mask: Tensor | None = None,
+    fp8_products: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -206,7 +207,7 @@ def flash_attn_with_kvcache(
         q_descale is k_descale is v_descale is quantize is None
         and E4M3 not in (q.dtype, k_cache.dtype, v_cache.dtype)
     ):
-        add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
+        add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out, fp8_products=fp8_products)
     if sink is not None:
         call.sink = of_lse_dtype("sink", sink, call.q)
     if qv is not None:
