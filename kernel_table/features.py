@@ -17,6 +17,7 @@ LATENT = Feature.latent | SOFTCAP | OF_A_CACHE | Feature.packed_gqa
 KEY_LISTS = Feature.key_lists | SOFTCAP
 E4M3_LATENT = LATENT | Feature.e4m3_kv
 E4M3_CACHE = OF_A_CACHE | Feature.e4m3_kv
+E4M3_PRODUCTS = Feature.e4m3_kv | Feature.e4m3_products
 # Lists of blocks, a bias, and whatever comes with them.
 MASKED = MODIFIERS | DROPOUT | LISTS | BIAS
 # Of sm80 up to head dim 256, also over pages; wide heads, and few queries, decode with a bias.

@@ -9,6 +9,7 @@ from kernel_table.features import (
     DROPOUT,
     E4M3_CACHE,
     E4M3_LATENT,
+    E4M3_PRODUCTS,
     LATENT,
     LISTS,
     MODIFIERS,
@@ -97,6 +98,8 @@ SM90_FORWARD = (
             tile({"bias": BIAS}, stages_q=1, alternates_probabilities=True),
             tile({"e4m3": E4M3_CACHE}, stages_q=1,
                  producer_registers=88, consumer_registers=208),
+            tile({"fp8": E4M3_PRODUCTS}, block_n=96, stages_kv=4, alternates_probabilities=True),
+            tile({"fp8_cache": E4M3_PRODUCTS | Feature.paged_kv}, block_n=96, stages_kv=4),
         ),
     ),
     # Multi-head latent attention's: O has the registers of head dim 128.
@@ -104,7 +107,10 @@ SM90_FORWARD = (
         Kernel.sm90_forward, (192, 128),
         block_m=128, block_n=128, num_warps=8, stages_q=1, stages_kv=2,
         producer_registers=40, consumer_registers=232,
-        tiles=(tile({"": NO_FEATURES}, alternates_probabilities=True),),
+        tiles=(
+            tile({"": NO_FEATURES}, alternates_probabilities=True),
+            tile({"fp8": E4M3_PRODUCTS}, block_n=96, stages_kv=4, alternates_probabilities=True),
+        ),
     ),
     entry(
         Kernel.sm90_forward, 192,

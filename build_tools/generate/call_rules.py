@@ -70,7 +70,7 @@ DTYPES = {
     "e8m0": "at::kFloat8_e8m0fnu",
     "bool": "at::kBool",
     "lse": "at::kFloat",
-    "q": "call.q.scalar_type()",
+    "q": "dtype_in_16_bits(call)",
     "new": "dtype_of_new_keys(call)",
     "bias": "call.bias.scalar_type()",
 }

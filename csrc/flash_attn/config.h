@@ -6,13 +6,16 @@
 
 namespace flash_attn_cuda {
 
-enum class Dtype : std::uint8_t { fp16, bf16 };
+// e4m3: of tensors alone; rows are of what they write.
+enum class Dtype : std::uint8_t { fp16, bf16, e4m3 };
 
 constexpr int bytes_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::fp16:
     case Dtype::bf16:
       return 2;
+    case Dtype::e4m3:
+      return 1;
   }
   return 0;
 }
@@ -51,6 +54,11 @@ constexpr bool has_tangents(FeatureSet features) { return (features & feature::t
 
 // Whether a kernel reads k and v of e4m3, and so no others.
 constexpr bool reads_e4m3(FeatureSet features) { return (features & feature::e4m3_kv) != 0; }
+
+// Whether a kernel multiplies numbers of e4m3, Q's too, and so no others.
+constexpr bool multiplies_e4m3(FeatureSet features) {
+  return (features & feature::e4m3_products) != 0;
+}
 
 // Whether a kernel's scores also have qv v^T, and so no others.
 constexpr bool has_latent(FeatureSet features) { return (features & feature::latent) != 0; }

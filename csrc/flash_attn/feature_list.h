@@ -14,3 +14,4 @@ FEATURE(tangent, 9)       // the derivative of the results in a direction, and n
 FEATURE(e4m3_kv, 10)      // k and v of e4m3, times scales, and nothing else
 FEATURE(latent, 11)       // scores also have qv v^T, and nothing else does
 FEATURE(key_lists, 12)    // queries have lists of blocks of keys, and see nothing else
+FEATURE(e4m3_products, 13)  // q is of e4m3 as k and v are, and multiplied so

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "host/normalize_window.h"
 #include "host/plan_steps.h"
 #include "shared/mask/block_lists.h"
 #include "shared/sequence/splits.h"
@@ -39,7 +40,8 @@ std::int64_t packed_rows(const ForwardParams& params) {
 // The decode kernels read keys as fast as memory gives them, but once for every 16 rows. They are
 // also the ones whose bits can be independent of the batch.
 bool prefers_decode(const ForwardParams& params) {
-  if (params.dropout.threshold > 0 || params.tangents.is_given || params.max_logits != nullptr)
+  if (params.dropout.threshold > 0 || params.tangents.is_given || params.max_logits != nullptr ||
+      params.e4m3_products)
     return false;
   const bool has_cache = params.sequences.seqused_k != nullptr ||
                          params.paged.block_table != nullptr || params.split.num_splits != 1;
@@ -170,6 +172,14 @@ KernelRequest request_of(const ForwardParams& params, const TensorExtents& exten
   KernelRequest request = common_request(params, extents, !params.e4m3_kv);
   if (params.paged.block_table != nullptr) request.features |= feature::paged_kv;
   if (params.e4m3_kv) request.features |= feature::e4m3_kv;
+  if (params.e4m3_products) {
+    request.features |= feature::e4m3_products;
+    const auto can_move = [](const TensorView& view, const TensorExtent& extent) {
+      return tma_can_move(view, Dtype::e4m3, extent);
+    };
+    request.suits_sm90 = params.score.softmax_scale >= 0.0f && can_move(params.q, extents.q) &&
+                         can_move(params.k, extents.k) && can_move(params.v, extents.v);
+  }
   // Rows that can split keys read tree masks.
   if (params.window.has_tree) request.features |= feature::split_kv;
   request.seqlen = typical_seqlen(params);
@@ -185,8 +195,9 @@ KernelRequest request_of(const ForwardParams& params, const TensorExtents& exten
     request.suits_sm90 = request.suits_sm90 && suits(tangents.q, extents.q) &&
                          suits(tangents.k, extents.k) && suits(tangents.v, extents.v);
   }
-  // Bytes of e4m3 are copied row by row, from pages of any size.
-  const bool finds_keys = params.e4m3_kv || has_boxes(params.paged, params.sequences);
+  // Bytes that become fp16 are copied row by row, from pages of any size.
+  const bool copies_rows = params.e4m3_kv && !params.e4m3_products;
+  const bool finds_keys = copies_rows || has_boxes(params.paged, params.sequences);
   request.suits_sm90 = request.suits_sm90 && finds_keys &&
                        tma_can_move(params.out, params.dtype, extents.out) &&
                        tma_can_load_bits(params.sparsity.bits, params.shape);
@@ -249,6 +260,19 @@ int ctas_at_once(const ForwardInstance& instance, const DeviceInfo& device) {
 }
 
 }  // namespace
+
+bool has_e4m3_products(const ForwardParams& given, const DeviceInfo& device,
+                       std::span<const ForwardInstance* const> instances) {
+  constexpr std::int64_t few_rows = 64;
+  if (packed_rows(given) <= few_rows || given.scales.k.per_token || given.scales.v.per_token)
+    return false;
+  ForwardParams params = given;
+  params.window = normalize_window(given.window, given.shape, given.sequences);
+  KernelRequest request =
+      request_of(params, tensor_extents(params.shape, params.sequences, params.paged));
+  request.kind = ForwardKind::tiles;
+  return find_instance(instances, request, device) != nullptr;
+}
 
 const ForwardInstance& choose_instance(const ForwardParams& params, const TensorExtents& extents,
                                        bool has_vectors, const DeviceInfo& device,

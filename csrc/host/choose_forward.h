@@ -23,4 +23,10 @@ int most_keys_of_decode(const ForwardParams& params);
 int choose_splits(const ForwardParams& params, const ForwardInstance& instance, std::int64_t tiles,
                   const DeviceInfo& device);
 
+// Whether a kernel multiplies the numbers of a call with e4m3_products as they are. Other calls
+// have q in 16 bits: those of few queries, which read keys as fast as memory gives them, those with
+// scales of tokens or features that these kernels lack, and those of other devices.
+bool has_e4m3_products(const ForwardParams& params, const DeviceInfo& device,
+                       std::span<const ForwardInstance* const> instances);
+
 }  // namespace flash_attn_cuda

@@ -9,7 +9,17 @@
 
 namespace flash_attn_cuda {
 
-constexpr const char* name_of(Dtype dtype) { return dtype == Dtype::fp16 ? "fp16" : "bf16"; }
+constexpr const char* name_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::fp16:
+      return "fp16";
+    case Dtype::bf16:
+      return "bf16";
+    case Dtype::e4m3:
+      return "e4m3";
+  }
+  return "";
+}
 
 constexpr const char* name_of(MaskKind mask) {
   return mask == MaskKind::full ? "full" : "windowed";

@@ -20,6 +20,9 @@ constexpr int tiles_per_sm = 8;
 // Tiles of a section with lists, which CTAs take by ticket: they need not come out even.
 constexpr int listed_tiles_per_sm = 2;
 
+int bytes_of_queries(const ForwardParams& params) {
+  return params.e4m3_products ? 1 : bytes_of(params.dtype);
+}
 int bytes_of_keys(const ForwardParams& params) {
   return params.e4m3_kv ? 1 : bytes_of(params.dtype);
 }
@@ -49,7 +52,8 @@ bool has_vector_rows(const ForwardParams& params) {
   const int step = elements_of_vector(params.dtype);
   const int bytes = bytes_of(params.dtype);
   return params.shape.head_dim % step == 0 && params.shape.head_dim_v % step == 0 &&
-         has_vector_rows(params.q, bytes) && has_vector_rows(params.k, bytes_of_keys(params)) &&
+         has_vector_rows(params.q, bytes_of_queries(params)) &&
+         has_vector_rows(params.k, bytes_of_keys(params)) &&
          has_vector_rows(params.v, bytes_of_values(params)) && has_vector_rows(params.out, bytes) &&
          (params.qv.data == nullptr || has_vector_rows(params.qv, bytes));
 }

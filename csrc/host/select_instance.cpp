@@ -79,6 +79,7 @@ bool covers(const Instance& instance, const KernelRequest& request, const Device
          (config.features & request.features) == request.features &&
          has_tangents(config.features) == has_tangents(request.features) &&
          reads_e4m3(config.features) == reads_e4m3(request.features) &&
+         multiplies_e4m3(config.features) == multiplies_e4m3(request.features) &&
          has_latent(config.features) == has_latent(request.features) &&
          lists_blocks(config.features) == lists_blocks(request.features) &&
          suits(config, request) && (!request.fp32_results || can_write_fp32(config.features)) &&

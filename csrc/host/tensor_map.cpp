@@ -51,9 +51,23 @@ CUtensorMapSwizzle swizzle_of(cuuint32_t box_columns, Dtype dtype) {
       return CU_TENSOR_MAP_SWIZZLE_128B;
     case 64:
       return CU_TENSOR_MAP_SWIZZLE_64B;
+    case 32:
+      return CU_TENSOR_MAP_SWIZZLE_32B;
     default:
       return CU_TENSOR_MAP_SWIZZLE_NONE;
   }
+}
+
+CUtensorMapDataType type_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::fp16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case Dtype::bf16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Dtype::e4m3:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  }
+  return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
 template <std::size_t kRank>
@@ -65,9 +79,7 @@ CUtensorMap encode_map(const MapSpec<kRank>& spec) {
   const auto swizzle = swizzle_of(spec.box[0], spec.dtype);
   const auto try_encode = [&] {
     return encode(&map,
-                  spec.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                  kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
+                  type_of(spec.dtype), kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
                   element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, spec.promotion,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };

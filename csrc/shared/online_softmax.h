@@ -17,6 +17,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "shared/e4m3.h"
 #include "shared/fragments.h"
 #include "shared/max_logits.h"
 
@@ -136,7 +137,21 @@ struct StraightScores {
   }
 };
 
-template <int kRows, class Maximum = NoMaximum>
+// What numbers P may be. A reference is P = 2^power.
+struct RangeOf16Bits {
+  static constexpr bool is_of_e4m3 = false;
+  static constexpr float power = 0.0f;
+  static constexpr float max_lag = kMaxLag;
+};
+// From 2^-9 to 448, of which the largest stands for all beyond. A reference is an integer in powers
+// of two, so that it takes no part in how P is rounded.
+struct RangeOfE4m3 {
+  static constexpr bool is_of_e4m3 = true;
+  static constexpr float power = 7.0f;
+  static constexpr float max_lag = 1.75f;  // 448 is 2^8.8
+};
+
+template <int kRows, class Maximum = NoMaximum, class Range = RangeOf16Bits>
 struct OnlineSoftmax {
   float scale_log2;      // softmax_scale * log2(e), positive
   float row_max[kRows];  // reference maximum of the raw scores; -inf until a visible key was seen
@@ -203,8 +218,10 @@ struct OnlineSoftmax {
     float sums[kRows];
     do {
       if (follows) follow_maximum(scores, rescale, row_bias, rows);
-      exponentiate_pairs<Element>(scores, straight, pairs, row_bias, drop, sums);
-      follows = !follows && exceed_limits(sums) && !sees_all(scores, row_bias, sums, rows);
+      const bool saturates =
+          exponentiate_pairs<Element>(scores, straight, pairs, row_bias, drop, sums);
+      follows = !follows && exceed_limits(sums, saturates) &&
+                !sees_all(scores, row_bias, sums, rows);
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];
@@ -255,7 +272,8 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       const float sum = quad_reduce(row_sum[row], [](float a, float b) { return a + b; });
-      const float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
+      float offset = shifts ? row_max[row] * scale_log2 : row_offset[row];
+      if (Range::is_of_e4m3 && shifts) offset += row_offset[row];
       Denominator total{sum, offset};
       if (has_sink) total = total.with_sink(sink);
       float inverse = total.inverse();
@@ -268,22 +286,22 @@ struct OnlineSoftmax {
 
  private:
   // Whether a reference was too low. All lanes of the warp together.
-  CUTE_DEVICE static bool has_too_large(float const (&sums)[kRows]) {
-    bool too_large = false;
+  CUTE_DEVICE static bool has_too_large(float const (&sums)[kRows], bool too_large = false) {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) too_large |= !(sums[row] <= kLargestSum);
     return __any_sync(0xffffffffu, too_large);
   }
 
-  // Whether it was, or there may be a score above the known maximum.
-  CUTE_DEVICE bool exceed_limits(float const (&sums)[kRows]) const {
+  // Whether it was, or there may be a score above the known maximum. saturates: of P of e4m3. Its
+  // sums do not say so, and are looked at for the compiler to make them while there are registers.
+  CUTE_DEVICE bool exceed_limits(float const (&sums)[kRows], bool saturates) const {
     if constexpr (Maximum::is_of_sums) {
       bool exceed = false;
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) exceed |= !(sums[row] <= maximum.limits[row]);
       return __any_sync(0xffffffffu, exceed);
     } else {
-      return has_too_large(sums);
+      return has_too_large(sums, saturates);
     }
   }
 
@@ -361,7 +379,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       block_max[row] = row_bias.add_to(largest_of(scores, row), row);
-      moves |= (block_max[row] - row_max[row]) * scale_log2 > kMaxLag;
+      moves |= lag(block_max[row], row) > Range::max_lag;
       rises |= maximum.is_below(block_max[row]);
     }
     if (!__any_sync(0xffffffffu, moves || shifts || rises)) return;
@@ -371,6 +389,13 @@ struct OnlineSoftmax {
     }
     if constexpr (Maximum::exists)
       if (is_maximum_wanted()) see(block_max, rows);
+  }
+
+  // By how much a score exceeds the reference, in powers of two.
+  CUTE_DEVICE float lag(float score, int row) const {
+    if (Range::is_of_e4m3 && !shifts && row_max[row] != -INFINITY)
+      return score * scale_log2 - (row_offset[row] + Range::power);
+    return (score - row_max[row]) * scale_log2;
   }
 
   template <class Scores>
@@ -386,13 +411,14 @@ struct OnlineSoftmax {
     }
   }
 
+  // pairs: of e4m3 words of four. Returns whether some of these is the largest number, or NaN.
   template <class Element, class Scores, class Curve, class Pairs, class Bias, class Drop>
-  CUTE_DEVICE void exponentiate_pairs(Scores const& scores, Curve const& curve, Pairs& pairs,
+  CUTE_DEVICE bool exponentiate_pairs(Scores const& scores, Curve const& curve, Pairs& pairs,
                                       Bias const& row_bias, Drop& drop,
                                       float (&sums)[kRows]) const {
     using namespace cute;
     static_assert(kRows == 2 && decltype(size<1>(scores))::value % 4 == 0);
-    cutlass::NumericArrayConverter<Element, float, 2> convert;
+    [[maybe_unused]] std::uint32_t saturated = 0;
     float offset[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -413,13 +439,21 @@ struct OnlineSoftmax {
       drop(tile, p);
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const auto pair = convert({p[row][2 * half], p[row][2 * half + 1]});
-          pairs(4 * tile + 2 * half + row) = reinterpret_cast<std::uint32_t const&>(pair);
+        if constexpr (Range::is_of_e4m3) {
+          const std::uint32_t word = word_of_e4m3(p[row]);
+          saturated |= word + 0x0202'0202u;  // 448 is 0x7e, NaN 0x7f
+          pairs(2 * tile + row) = word;
+        } else {
+          cutlass::NumericArrayConverter<Element, float, 2> convert;
+          CUTE_UNROLL
+          for (int half = 0; half < 2; ++half) {
+            const auto pair = convert({p[row][2 * half], p[row][2 * half + 1]});
+            pairs(4 * tile + 2 * half + row) = reinterpret_cast<std::uint32_t const&>(pair);
+          }
         }
       }
     }
+    return (saturated & 0x8080'8080u) != 0;
   }
 
   template <class RescaleRow>
@@ -433,16 +467,22 @@ struct OnlineSoftmax {
                                [](float a, float b) { return fmaxf(a, b); });
       too_large |= moved[row] != -INFINITY && fabsf(moved[row] * scale_log2) > kLargestOffset;
     }
+    [[maybe_unused]] const bool has_shifted = shifts;
     shifts = __any_sync(0xffffffffu, too_large);
     bool is_unset = shifts;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       const bool unset = shifts || moved[row] == -INFINITY;
-      const float offset = unset ? 0.0f : moved[row] * scale_log2;
+      float offset = unset ? 0.0f : moved[row] * scale_log2;
+      if constexpr (Range::is_of_e4m3) {
+        const bool stays = !shifts && !has_shifted && moved[row] == row_max[row];
+        offset = stays ? row_offset[row] : ceilf(offset) - Range::power;
+      }
       // The factor comes from the offsets, so that their rounding cancels. Before the first visible
       // key the sums are 0.
-      const float change =
-          shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
+      float change = shifts ? (row_max[row] - moved[row]) * scale_log2 : row_offset[row] - offset;
+      if (Range::is_of_e4m3 && shifts && !has_shifted)
+        change = row_offset[row] + Range::power - moved[row] * scale_log2;
       const float factor = row_max[row] == -INFINITY ? 1.0f : fast_exp2(change);
       is_unset |= moved[row] == -INFINITY;
       row_max[row] = moved[row];

@@ -38,8 +38,14 @@ inline std::int64_t seqlen_k_new(const AttentionCall& call) {
   return call.k_new.defined() && !has_packed_new_keys(call) ? call.k_new.size(1) : 0;
 }
 
+// Of the tensors in 16 bits: q's dtype where it is one of them.
+inline at::ScalarType dtype_in_16_bits(const AttentionCall& call) {
+  if (!multiplies_fp8(call)) return call.q.scalar_type();
+  return call.out_is_half ? at::kHalf : at::kBFloat16;
+}
+
 inline at::ScalarType dtype_of_new_keys(const AttentionCall& call) {
-  return appends_fp8(call) ? at::kFloat8_e4m3fn : call.q.scalar_type();
+  return appends_fp8(call) ? at::kFloat8_e4m3fn : dtype_in_16_bits(call);
 }
 
 // The shape of scales of each token of a cache or pages; empty: k is neither, and has none.
@@ -59,7 +65,7 @@ inline at::DimVector groups_in_place(const AttentionCall& call) {
 
 // The dtype of out, dq, dk and dv.
 inline at::ScalarType result_dtype(const AttentionCall& call) {
-  return call.fp32_results ? at::kFloat : call.q.scalar_type();
+  return call.fp32_results ? at::kFloat : dtype_in_16_bits(call);
 }
 
 // Results in fp32 are as computed, and those over a cache, with qv or tree_mask have no backward.

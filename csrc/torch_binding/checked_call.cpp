@@ -150,7 +150,8 @@ void check_inputs(const AttentionCall& call) {
   const ArgumentNames& names = names_of(call);
   const at::Tensor& q = call.q;
   check_cuda("q", q);
-  TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
+  const bool is_e4m3 = q.scalar_type() == at::kFloat8_e4m3fn && !is_of_one_length(call);
+  TORCH_CHECK_TYPE(is_e4m3 || q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
                    "q: dtype must be float16 or bfloat16, got ", in_python(q.scalar_type()));
   for (const auto& [name, tensor] : {std::pair(names.k, &call.k), std::pair(names.v, &call.v)}) {
     check_cuda(name, *tensor);

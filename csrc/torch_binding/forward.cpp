@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "flash_attn/api.h"
+#include "host/choose_forward.h"
 #include "torch_binding/append.h"
 #include "torch_binding/check.h"
 #include "torch_binding/errors.h"
@@ -52,10 +53,32 @@ at::Tensor probabilities_of(const ForwardParams& params, const AttentionCall& ca
   return probabilities;
 }
 
+// forward_params() with an out that is not there yet.
+ForwardParams params_without_memory(const AttentionCall& call) {
+  ForwardParams params = forward_params(call);
+  params.out = output_view(without_memory(output_sizes(call), call.q));
+  return params;
+}
+
+// A rotation rounds to 16 bits.
+bool has_e4m3_products(const AttentionCall& call, const DeviceInfo& device) {
+  return !call.rotary_cos.defined() &&
+         flash_attn_cuda::has_e4m3_products(params_without_memory(call), device,
+                                            forward_instances());
+}
+
+// All numbers of e4m3 are such.
+AttentionCall with_queries_in_16_bits(AttentionCall call) {
+  call.q = call.q.to(dtype_in_16_bits(call));
+  return call;
+}
+
 }  // namespace
 
 Results run_forward_call(const AttentionCall& call, bool keeps_rounding) {
   const LaunchScope scope(call.q);
+  if (multiplies_fp8(call) && !has_e4m3_products(call, device_of_call(call)))
+    return run_forward_call(with_queries_in_16_bits(call), keeps_rounding);
   if (call.rng_state.defined()) check_rng_state(call.rng_state, call.dropout_p, call.q);
   OutputTensor output("out", call.out, output_sizes(call), result_dtype(call), call.q);
   const Append append = begin_append(call);
@@ -102,8 +125,9 @@ Results run_forward_call(const AttentionCall& call, bool keeps_rounding) {
 
 ForwardPlan plan_forward_call(const AttentionCall& call, const DeviceInfo& device,
                               bool with_tangents) {
-  ForwardParams params = forward_params(call);
-  params.out = output_view(without_memory(output_sizes(call), call.q));
+  if (multiplies_fp8(call) && !has_e4m3_products(call, device))
+    return plan_forward_call(with_queries_in_16_bits(call), device, with_tangents);
+  ForwardParams params = params_without_memory(call);
   float nowhere = 0.0f;
   if (call.return_max_logits) params.max_logits = &nowhere;
   params.tangents = tangents_without_memory(params, with_tangents);

@@ -152,7 +152,7 @@ SparsityParams sparsity_params(const AttentionCall& call, const at::Tensor& list
 template <class Params>
 Params common_params(const AttentionCall& call, const at::Tensor& lists) {
   Params params;
-  params.dtype = dtype_of(call.q);
+  params.dtype = dtype_in_16_bits(call) == at::kHalf ? Dtype::fp16 : Dtype::bf16;
   params.shape = shape_of(call);
   params.sequences = sequence_params(call);
   params.window = window_of(call);
@@ -233,6 +233,7 @@ ForwardParams forward_params(const AttentionCall& call) {
     params.sequences.seqlen_k_new = 0;
   }
   params.e4m3_kv = is_fp8(call);
+  params.e4m3_products = multiplies_fp8(call);
   params.e4m3_latent = is_fp8_latent(call);
   params.values_include_rope = call.values_include_rope;
   params.shape.head_dim_v = static_cast<int>(value_columns_of(call));

@@ -80,7 +80,7 @@ def _check_tensors(call: AttentionCall, names: Names) -> None:
     q = call.q
     for name in ("q", "k", "v"):
         known, x = getattr(names, name), getattr(call, name)
-        may_be_e4m3 = name != "q" and not call.is_of_one_length()
+        may_be_e4m3 = not call.is_of_one_length()
         tensors.check_data(known, x, layout_of(name, call), (E4M3,) if may_be_e4m3 else ())
         tensors.check_device(known, x, q, names.q)
     check_holds(rules.OF_TENSORS + rules.OF_VALUES, names, call)
@@ -109,8 +109,8 @@ def _check_arrays(call: AttentionCall, names: Names) -> None:
         "Hk": call.k.shape[-2],
     }
     dtypes = {"int32": torch.int32, "int64": torch.int64, "fp32": torch.float32, "e8m0": E8M0}
-    dtypes |= {"q": call.q.dtype, "lse": call.lse_dtype(), "bool": torch.bool}
-    dtypes["new"] = E4M3 if call.appends_fp8() else call.q.dtype
+    dtypes |= {"q": call.dtype(), "lse": call.lse_dtype(), "bool": torch.bool}
+    dtypes["new"] = E4M3 if call.appends_fp8() else call.dtype()
     for name, shapes, dtype in ARRAYS:
         array: Any = getattr(call, name)
         if array is not None:
@@ -226,7 +226,7 @@ def check_tangents(call: AttentionCall, tangents: Tangents) -> None:
 def _check_likenesses(described: Any, declared: dict[str, Argument], call: AttentionCall) -> None:
     """Arrays whose shape and dtype are those of something in the call or its results."""
     shapes = {"out": call.out_shape(), "lse": call.lse_shape()}
-    dtypes = {"q": call.q.dtype, "lse": call.lse_dtype(), "results": call.result_dtype()}
+    dtypes = {"q": call.dtype(), "lse": call.lse_dtype(), "results": call.result_dtype()}
     dtypes["int8"] = torch.int8
     for name, said in declared.items():
         array: Any = getattr(described, name)

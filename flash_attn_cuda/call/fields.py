@@ -198,6 +198,8 @@ class AttentionCall:
         is_strided=True,
         part="cache",
     )
+    # where q is of e4m3, and products are: what is in 16 bits is fp16, not bf16
+    out_is_half: bool = argument(False, part="cache")
     # scales of new keys and values are made of them, and written into k_descale and v_descale
     quantizes_tokens: bool = argument(False, part="append")
     fp32_results: bool = argument(False)  # out, dq, dk, dv of softmax_lse's dtype; no masks
@@ -221,6 +223,10 @@ class AttentionCall:
     def is_fp8(self) -> bool:
         """Whether k, and with it v, is of e4m3."""
         return self.k.dtype == E4M3
+
+    def multiplies_fp8(self) -> bool:
+        """Whether q is of e4m3 too, and so are the products."""
+        return self.q.dtype == E4M3
 
     def is_fp8_latent(self) -> bool:
         """Whether v alone is of e4m3: latent rows beside rotary columns in 16 bits."""
@@ -364,9 +370,15 @@ class AttentionCall:
     def lse_dtype(self) -> torch.dtype:
         return lse_dtype(self.q.dtype)
 
+    def dtype(self) -> torch.dtype:
+        """q's; where that is e4m3 the one in 16 bits that others have."""
+        if self.q.dtype != E4M3:
+            return self.q.dtype
+        return torch.float16 if self.out_is_half else torch.bfloat16
+
     def result_dtype(self) -> torch.dtype:
         """Of out, dq, dk and dv."""
-        return self.lse_dtype() if self.fp32_results else self.q.dtype
+        return self.lse_dtype() if self.fp32_results else self.dtype()
 
     def returns_rounding(self) -> bool:
         """Whether there is an out_rounding: results in 32 bits and more are as computed."""
@@ -498,7 +510,7 @@ def forms_of_results(call: AttentionCall) -> dict[str, tuple[tuple[int, ...], to
     return {
         "out": (out, call.result_dtype()),
         "softmax_lse": (call.lse_shape(), call.lse_dtype()),
-        "S_dmask": (call.s_dmask_shape(), call.q.dtype),
+        "S_dmask": (call.s_dmask_shape(), call.dtype()),
         "rng_state": ((2 if call.dropout_p > 0.0 else 0,), torch.int64),
         "out_rounding": (out if call.returns_rounding() else (0,), torch.int8),
         "max_logits": (

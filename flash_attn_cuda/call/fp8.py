@@ -137,9 +137,12 @@ def add_scales(
     v_descale: Any,
     quantize: Any = None,
     out: Any = None,
+    *,
+    fp8_products: bool = False,
 ) -> None:
     """Gives a call over e4m3 its scales, and q of e4m3 a dtype of products, that of `out` where it
-    has one: every number of e4m3 is one of that. What only shapes tell, checks do.
+    has one: every number of e4m3 is one of that. With fp8_products q stays as it is, and its
+    backend chooses. What only shapes tell, checks do.
     """
     if quantize is not None and (not isinstance(quantize, str) or quantize != TOKEN):
         raise ValueError(f"quantize: must be None or 'token', got {quantize!r}")
@@ -149,7 +152,10 @@ def add_scales(
     _check_given(call, names, scales)
     if call.q.dtype is E4M3:
         dtype = getattr(out, "dtype", None)
-        call.q = call.q.to(dtype if dtype in CUDA_DTYPES else torch.bfloat16)
+        if fp8_products:
+            call.out_is_half = dtype is torch.float16
+        else:
+            call.q = call.q.to(dtype if dtype in CUDA_DTYPES else torch.bfloat16)
     heads_k = call.k.shape[-2] if call.k.dim() > 1 else 1
     for name, scale in scales.items():
         if scale is not None:

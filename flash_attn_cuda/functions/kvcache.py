@@ -66,6 +66,7 @@ def flash_attn_with_kvcache(
     tree_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    fp8_products: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache of keys and values, to which k and v are appended.
 
@@ -218,7 +219,8 @@ def flash_attn_with_kvcache(
         q_descale is k_descale is v_descale is quantize is None
         and E4M3 not in (q.dtype, k_cache.dtype, v_cache.dtype)
     ):
-        add_scales(call, CACHE_NAMES, q_descale, k_descale, v_descale, quantize, out)
+        scales = (q_descale, k_descale, v_descale)
+        add_scales(call, CACHE_NAMES, *scales, quantize, out, fp8_products=fp8_products)
     if sink is not None:
         call.sink = of_lse_dtype("sink", sink, call.q)
     if qv is not None:

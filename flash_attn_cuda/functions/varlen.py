@@ -183,7 +183,8 @@ def flash_attn_varlen_func(
         and E4M3 not in (q.dtype, k.dtype, getattr(v, "dtype", None))
     ):
         check_tensor("v", v)
-        add_scales(call, NAMES, q_descale, k_descale, v_descale, out=out)
+        scales = (q_descale, k_descale, v_descale)
+        add_scales(call, NAMES, *scales, out=out, fp8_products=fp8_products)
         refuse_forward_gradients(sink=sink)
     if return_max_logits:
         call.return_max_logits = True

@@ -10,6 +10,7 @@
 
 #include "shared/online_softmax.h"
 #include "sm90/forward/epilogue.h"
+#include "sm90/forward/output_parts.h"
 #include "sm90/forward/products.h"
 #include "sm90/tile/scores.h"
 
@@ -18,18 +19,21 @@ namespace flash_attn_cuda::sm90 {
 template <class Traits>
 CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedStorage& smem,
                          int warpgroup) {
-  using Element = typename Traits::Element;
   ForwardParams const& params = args.params;
   const int thread = threadIdx.x % warpgroup_threads;
   const PingPong<Traits::consumers, Traits::drops_turns> turns{
-      warpgroup, Traits::drops_turns && params.dropout.threshold > 0};
+      warpgroup, Traits::goes_without_turns ||
+                     (Traits::drops_turns && params.dropout.threshold > 0)};
   PipelineState<Traits::work_stages> work_state;
   ForwardEffects<Traits> effects;
   ForwardProducts<Traits> products{smem, warpgroup, thread};
   auto tSrS = products.make_scores();
   auto tOrO = products.make_output();
-  FragmentLike<Element, decltype(a_operand_view(tSrS))> tOrP;
-  auto output = rows_cols_view(tOrO);
+  auto tOrP = products.make_probabilities(tSrS);
+  using Output = decltype(tOrO);
+  std::conditional_t<Traits::multiplies_e4m3, OutputParts<Traits, Output>,
+                     WholeOutput<Traits, Output>>
+      parts;
 
   turns.open();
   for (;; work_state.advance(), products.q_state.advance()) {
@@ -55,7 +59,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     if constexpr (Traits::is_e4m3)
       softmax.scale_log2 =
           effects.e4m3.start(tile, work.head, args.scale_log2, products.convert_queries());
-    auto rescale_o = [&](int row, float factor) { softmax.multiply_row(output, row, factor); };
+    auto rescale_o = [&](int row, float factor) { parts.multiply_row(tOrO, row, factor); };
+    parts.start(tOrO);
     if constexpr (Traits::drops_blocks) {
       CUTE_NO_UNROLL
       for (int block = of_tile.end - 1; block >= range.end; --block) {
@@ -69,7 +74,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
     const auto stage_of_values = [&](bool is_next) {
       auto state = products.v_state();
       if (is_next) state.advance();
-      if constexpr (Traits::is_e4m3) {
+      if constexpr (Traits::converts_e4m3) {
         if (effects.e4m3.values_have_own) consumer_wait(smem.v_ring, state);
       }
       return state.stage;
@@ -94,16 +99,17 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         const int block = order.block_at(position);
         turns.take();
         products.start_scores(tSrS);
-        products.start_output(tOrP, tOrO, position < range.end - 2);
+        products.start_output(tOrP, parts.target(tOrO), parts.begin_step(position < range.end - 2));
         turns.pass();
         scores.look_up_block(products.k_state.stage);
         products.template finish_scores<1>(tSrS, position == range.begin, scale_scores);
         const auto left = scores.modify_and_mask(block, !softmax.needs_maximum, tSrS);
         scores.decide_dropout(block);
-        products.finish_output(tOrO);  // P is free
+        products.finish_output(parts.target(tOrO));  // P is free
+        parts.end_step(tOrO);
         scores.probabilities(tSrS, left, softmax, tOrP, rescale_o, stage_of_values(false));
       }
-      products.start_output(tOrP, tOrO, range.end - range.begin > 1);
+      products.start_output(tOrP, parts.target(tOrO), parts.begin_step(range.end - range.begin > 1));
     } else {
       // A step whose next P is made while this one is still read. Inline, because as a function it
       // would have its registers in memory.
@@ -111,7 +117,7 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         const int block = order.block_at(position);
         turns.take();
         products.start_scores(tSrS);
-        products.start_output(tOrP, tOrO, position < range.end - 2);
+        products.start_output(tOrP, parts.target(tOrO), parts.begin_step(position < range.end - 2));
         turns.pass();
         scores.look_up_block(products.k_state.stage);
         products.template finish_scores<1>(tSrS, position == range.begin, scale_scores);
@@ -126,29 +132,31 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
               factors[row] = Traits::is_e4m3 ? factors[row] * factor : factor;
             },
             stage_of_values(true));
-        products.finish_output(tOrO);
+        products.finish_output(parts.target(tOrO));
         warpgroup_fence_operand(tOrP);  // which the product has read until now
+        parts.end_step(tOrO);
         if (moved) {
           CUTE_UNROLL
           for (int row = 0; row < Traits::rows_per_thread; ++row) rescale_o(row, factors[row]);
         }
       };
       int position = range.end - 2;
-      FragmentLike<Element, decltype(tOrP)> tOrOtherP;
+      auto tOrOtherP = products.make_probabilities(tSrS);
       for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
         if (position < range.begin) {
-          products.start_output(tOrP, tOrO, range.end - range.begin > 1);
+          products.start_output(tOrP, parts.target(tOrO), parts.begin_step(range.end - range.begin > 1));
           break;
         }
         step(position--, tOrP, tOrOtherP);
         if (position < range.begin) {
-          products.start_output(tOrOtherP, tOrO, true);
+          products.start_output(tOrOtherP, parts.target(tOrO), parts.begin_step(true));
           break;
         }
         step(position--, tOrOtherP, tOrP);
       }
     }
-    products.finish_output(tOrO);
+    products.finish_output(parts.target(tOrO));
+    parts.finish(tOrO);
 
     if constexpr (Traits::drops_blocks || Traits::drops_without_queries) {
       // Read again, because a register for it would be kept all the tile long.

@@ -122,7 +122,7 @@ CUTE_DEVICE void write_output(ForwardArguments const& args, Sequence const& sequ
       store_tile<stored_rows, Traits::head_dim_v>(
           args.out_map, tile,
           {sequence.batch_q, head, sequence.row_q + first_stored, sequence.rows_q - first_stored},
-          args.last_v_box);
+          args.last_out_box);
     }
   } else {
     write_output_rows<Stored>(params, sequence, head, query_begin, output, thread);

@@ -17,6 +17,7 @@
 #include "sm90/forward/dropout.h"
 #include "sm90/forward/e4m3_producer.h"
 #include "sm90/forward/producer.h"
+#include "sm90/forward/transposer.h"
 #include "sm90/forward/two_ctas.h"
 #include "sm90/frame.h"
 
@@ -33,19 +34,19 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const bool has_bits = Traits::is_sparse && args.params.sparsity.bits.data != nullptr;
   if (threadIdx.x == 0) {
     smem.q_ring.init(Traits::consumer_warps);
-    constexpr int writers = Traits::is_e4m3 ? Traits::e4m3_writers : 1;
+    constexpr int writers = Traits::converts_e4m3 ? Traits::e4m3_writers : 1;
     smem.k_ring.init(Traits::consumer_warps, writers);
-    smem.v_ring.init(Traits::consumer_warps, writers);
+    smem.v_ring.init(Traits::consumer_warps, Traits::multiplies_e4m3 ? Traits::transposers : writers);
+    smem.value_rows_ring.init(Traits::transposers);
     smem.bias_ring.init(Traits::consumer_warps);
     smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0) +
-                        (Traits::has_finder || Traits::is_e4m3 ? Traits::loaders : 0) +
-                        (has_bits ? 1 : 0));
+                        Traits::told_warps + (has_bits ? 1 : 0));
     FullBarrier::init(&smem.tile_wanted, 1);
     if constexpr (Traits::draws_ahead) init_word_rings<Traits>(smem);
     if constexpr (Traits::is_sparse) {
       for (auto& ring : smem.sparse.bits_ring) ring.init(4);
     }
-    if constexpr (Traits::is_e4m3) {
+    if constexpr (Traits::converts_e4m3) {
       publish_barriers(args.q_map);
     } else {
       publish_barriers(args.q_map, args.k_map, args.v_map);
@@ -59,13 +60,16 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
   const int warpgroup = warp / 4;
   if (warpgroup == producer_warpgroup) {
     set_registers<Traits, Traits::producer_registers>();
-    if constexpr (Traits::is_e4m3) {
+    if constexpr (Traits::converts_e4m3) {
       produce_from_e4m3<Traits>(args, smem, warp);
       if (warp == clearing_warp) clear_empty_tiles<Traits>(args);
     } else if (warp == clearing_warp) {
       clear_empty_tiles<Traits>(args);
+      if constexpr (Traits::multiplies_e4m3) Transposer<Traits>(smem, 0).run();
     } else if (Traits::has_finder && warp == finding_warp) {
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
+    } else if (Traits::multiplies_e4m3 && warp == finding_warp) {
+      if constexpr (Traits::multiplies_e4m3) Transposer<Traits>(smem, 1).run();
     } else if constexpr (Traits::is_paged) {
       Producer<Traits>{args, smem}.run_over_cache(warp == assisting_warp);
     } else if (warp == loading_warp) {

@@ -14,17 +14,22 @@ namespace flash_attn_cuda::sm90 {
 template <class Tag>
 void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
   using Traits = ForwardTraits<Tag>;
-  constexpr int columns = box_columns<Traits::head_dim>;
-  constexpr int columns_v = box_columns<Traits::head_dim_v>;
+  // A tensor of what is multiplied, and out.
+  using Multiplied =
+      std::conditional_t<Traits::multiplies_e4m3, typename Traits::Element, typename Traits::Stored>;
+  constexpr int columns = box_columns<Traits::head_dim, Multiplied>;
+  constexpr int columns_v = box_columns<Traits::head_dim_v, Multiplied>;
+  constexpr int columns_out = box_columns<Traits::head_dim_v>;
+  const Dtype dtype = Traits::multiplies_e4m3 ? Dtype::e4m3 : params.dtype;
   const AttentionShape& shape = params.shape;
   const auto map = [&](const TensorView& view, const TensorExtent& extent, const TensorBox& box) {
-    return make_tensor_map(view, params.dtype, extent, box);
+    return make_tensor_map(view, dtype, extent, box);
   };
   // Without pages, whose size is 0 then, a box has all of the tile.
   const int key_rows =
       Traits::is_paged ? std::gcd(params.paged.page_size, Traits::block_n) : Traits::block_n;
   const auto keys_map = [&](const TensorView& view, const TensorExtent& extent, int box_columns) {
-    if constexpr (Traits::is_e4m3) return CUtensorMap{};
+    if constexpr (Traits::converts_e4m3) return CUtensorMap{};
     return map(view, extent, {key_rows, box_columns});
   };
   const bool scales_scores =
@@ -33,7 +38,8 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .q_map = map(params.q, plan.extents.q, {64, columns}),
       .k_map = keys_map(params.k, plan.extents.k, columns),
       .v_map = keys_map(params.v, plan.extents.v, columns_v),
-      .out_map = map(params.out, plan.extents.out, {Traits::stored_rows, columns_v}),
+      .out_map = make_tensor_map(params.out, params.dtype, plan.extents.out,
+                                 {Traits::stored_rows, columns_out}),
       .bias_map = {},
       .bits_map = {},
       .params = params,
@@ -41,6 +47,7 @@ void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream
       .table = SequenceTable::at(params.workspace, plan.table),
       .key_box_rows = key_rows,
       .last_v_box = (shape.head_dim_v - 1) / columns_v * columns_v,
+      .last_out_box = (shape.head_dim_v - 1) / columns_out * columns_out,
       .splits = {.num_splits = plan.num_splits,
                  .rows = query_rows(params),
                  .out_partial = plan.out_partial.in(params.workspace),

@@ -44,7 +44,7 @@ CUTE_DEVICE PagedSpan find_span(KeyRows const& keys, int head, int box_rows, int
 template <int kRows, int kColumns, class Element>
 CUTE_DEVICE void clear_missing_box(Element* box, PagedSpan const& span, int box_rows) {
   if (span.box.rows > 0 && !span.box.place.exists()) {
-    constexpr int columns = box_columns<kColumns>;
+    constexpr int columns = box_columns<kColumns, Element>;
     constexpr int vectors = columns * int(sizeof(Element)) / int(sizeof(uint4));
     CUTE_NO_UNROLL
     for (int column = 0; column < kColumns; column += columns) {
@@ -66,7 +66,7 @@ CUTE_DEVICE void load_pages(CUtensorMap const& map, std::uint64_t* full, Element
   auto const& [place, rows] = span.box;
   const bool is_loaded = rows > 0 && place.exists();
   const int boxes = __popc(__ballot_sync(0xffffffffu, is_loaded));
-  tile += lane * box_rows * box_columns<kColumns>;
+  tile += lane * box_rows * box_columns<kColumns, Element>;
   clear_missing_box<kRows, kColumns>(tile, span, box_rows);
   if (lane == 0) FullBarrier::arrive_and_expect_tx(full, boxes * box_rows * row_bytes);
   __syncwarp();

@@ -54,7 +54,8 @@ struct Producer {
   typename Traits::SharedStorage& smem;
   TileAnnouncer<Traits> tiles{args, smem};  // of no use where another thread finds them
   PipelineState<Traits::q_stages> q_state{};
-  PipelineState<Traits::stages> k_state{}, v_state{};
+  PipelineState<Traits::stages> k_state{};
+  PipelineState<Traits::multiplies_e4m3 ? Traits::value_row_stages : Traits::stages> v_state{};
   PipelineState<Traits::bias_stages> bias_state{};
   PipelineState<Traits::work_stages> work_state{};
 
@@ -99,10 +100,10 @@ struct Producer {
   }
 
   // announce(stage) writes what the consumers shall find with the tile.
-  template <int kColumns, class Element, class Announce>
-  CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<Traits::stages>& ring,
-                             PipelineState<Traits::stages>& state, Element* tiles,
-                             KeySpan const& keys, int last_box, Announce announce) {
+  template <int kColumns, int kStages, class Element, class Announce>
+  CUTE_DEVICE void load_keys(CUtensorMap const& map, Ring<kStages>& ring,
+                             PipelineState<kStages>& state, Element* tiles, KeySpan const& keys,
+                             int last_box, Announce announce) {
     producer_acquire(ring, state);
     announce(state.stage);
     std::uint64_t* full = &ring.full[state.stage];
@@ -158,13 +159,20 @@ struct Producer {
 
   // Columns of O that are made of what a box without values holds are not stored.
   CUTE_DEVICE void load_v(KeySpan const& values) {
-    load_keys<head_dim_v>(args.v_map, smem.v_ring, v_state, smem.v, values, args.last_v_box,
-                          [](int) {});
+    const auto load = [&](auto& ring, auto* tiles) {
+      load_keys<head_dim_v>(args.v_map, ring, v_state, tiles, values, args.last_v_box, [](int) {});
+    };
+    if constexpr (Traits::multiplies_e4m3) {
+      load(smem.value_rows_ring, reinterpret_cast<typename Traits::Element*>(smem.bytes));
+    } else {
+      load(smem.v_ring, smem.v);
+    }
   }
 
   // What each of the two loading warps does over a cache, in pages or not. To start a tile's boxes
   // takes a warp as long as its products take, so that K and V have one each.
   CUTE_DEVICE void run_over_cache(bool loads_values) {
+    if (!Traits::has_finder && !loads_values && leads()) tiles.announce_next();
     for (;; work_state.advance()) {
       consumer_wait(smem.work_ring, work_state);
       const int tile = work_state.stage;

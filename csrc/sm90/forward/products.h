@@ -35,6 +35,19 @@ struct ForwardProducts {
     return AccumulatorOf<typename Traits::OutputMma, Shape<_64, Int<Traits::head_dim_v>>>{};
   }
 
+  // P of scores.
+  template <class Accumulator>
+  CUTE_DEVICE static auto make_probabilities(Accumulator const& tSrS) {
+    using Element = typename Traits::Element;
+    if constexpr (Traits::multiplies_e4m3) {
+      using Tile = decltype(make_tensor(std::declval<Element*>(),
+                                        Layout<Shape<_64, Int<Traits::block_n>>>{}));
+      return decltype(a_fragment(typename Traits::OutputMma{}, std::declval<Tile>(), 0)){};
+    } else {
+      return FragmentLike<Element, decltype(a_operand_view(tSrS))>{};
+    }
+  }
+
   template <class Mma, class Accumulator>
   CUTE_DEVICE void start_scores(Mma& mma, Accumulator& tSrS) {
     auto sQ = smem_tile<typename Traits::QueryLayout>(smem.q);  // (64, head_dim, stages * parts)
@@ -53,7 +66,9 @@ struct ForwardProducts {
   // Q as fp16 where it is of bf16 and keys of e4m3; what it counts in then (e4m3_units.h). Once all
   // of Q is here.
   CUTE_DEVICE float convert_queries() {
-    if constexpr (std::is_same_v<typename Traits::Stored, typename Traits::Element>) return 1.0f;
+    if constexpr (!Traits::converts_e4m3 ||
+                  std::is_same_v<typename Traits::Stored, typename Traits::Element>)
+      return 1.0f;
     constexpr int box = 64;
     constexpr int warp_rows = 16;
     constexpr int boxes = Traits::head_dim / box;
@@ -78,8 +93,15 @@ struct ForwardProducts {
   // add: to what is in tOrO.
   template <class Operand, class Accumulator>
   CUTE_DEVICE void start_output(Operand& tOrP, Accumulator& tOrO, bool add) {
-    auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);  // (block_n, head_dim_v, stages)
-    auto tOrV = b_fragment(output_mma, transposed(sV), thread);
+    // (block_n, head_dim_v, stages), or what has been transposed.
+    auto sV = smem_tile<typename Traits::ValueLayout>(smem.v);
+    auto tOrV = [&] {
+      if constexpr (Traits::multiplies_e4m3) {
+        return b_fragment(output_mma, sV, thread);
+      } else {
+        return b_fragment(output_mma, transposed(sV), thread);
+      }
+    }();
     consumer_wait(smem.v_ring, v_state());
     start_product(output_mma, tOrP, tOrV(_, _, _, v_state().stage), tOrO, add);
   }

@@ -15,7 +15,8 @@ struct ForwardTraits : TileTraits<Tag> {
       Base::head_dim_v, Base::consumers, Base::work_stages, Base::producer_registers,
       Base::consumer_registers;
   using Base::has_score_modifiers, Base::has_bias, Base::has_dropout, Base::is_sparse,
-      Base::is_paged, Base::can_split, Base::is_e4m3;
+      Base::is_paged, Base::can_split, Base::is_e4m3, Base::converts_e4m3,
+      Base::multiplies_e4m3;
   using typename Base::Stored, typename Base::Element;
 
   static_assert(!can_split || (!is_sparse && !has_dropout));
@@ -28,9 +29,11 @@ struct ForwardTraits : TileTraits<Tag> {
   // (dropout.h), unless consumers draw for themselves.
   static constexpr bool draws_ahead = own.drawing_registers > 0;
   static constexpr int drawing_warps = 4;
-  static constexpr bool drops_turns = own.drops_turns;
+  // Products of e4m3 take so little time that nobody waits for a turn.
+  static constexpr bool goes_without_turns = multiplies_e4m3;
+  static constexpr bool drops_turns = own.drops_turns || goes_without_turns;
   static_assert(has_dropout || !draws_ahead);
-  static_assert(draws_ahead || !drops_turns, "consumers that draw for themselves take turns");
+  static_assert(draws_ahead || !own.drops_turns, "consumers that draw for themselves take turns");
   static constexpr int warpgroups = 1 + consumers + (draws_ahead ? 1 : 0);
   static constexpr int threads = warpgroup_threads * warpgroups;
 
@@ -45,12 +48,19 @@ struct ForwardTraits : TileTraits<Tag> {
   // it is a narrow step, and a warp without queries leaves scores alone.
   static constexpr int narrow_keys = narrow_step_keys;
 
-  // All of the producer's warps load e4m3, and one of their threads finds the tiles. Elsewhere a
-  // thread of its own finds them for the producer where that takes long, with lists, where tiles
-  // are short, or whole warps load.
+  // All of the producer's warps load e4m3 that becomes fp16, and one of their threads finds the
+  // tiles. Elsewhere a thread of its own finds them for the producer where that takes long, with
+  // lists, where tiles are short, or whole warps load; but where e4m3 is multiplied no warp is left
+  // for it.
   static constexpr int e4m3_writers = 2;  // warps of a tile of keys, and of one of values
   static constexpr bool has_finder = !is_e4m3 && (is_sparse || is_paged || ctas_per_sm == 2);
-  static constexpr int loaders = is_e4m3 ? 2 * e4m3_writers : is_paged ? 2 : 1;  // warps
+  static constexpr int loaders = converts_e4m3 ? 2 * e4m3_writers : is_paged ? 2 : 1;  // warps
+  // Those of the producer's that do not load tiles: wgmma reads e4m3 along the sum alone, which of
+  // P V are the keys, so these warps transpose V (transposer.h).
+  static constexpr int transposers = multiplies_e4m3 ? 2 : 0;
+  // The producer's warps that read of the tiles and do not find them.
+  static constexpr int told_warps =
+      transposers + (has_finder || converts_e4m3 || is_paged ? loaders : 0);
 
   // A warpgroup leaves out the blocks at either end of a tile's that only others of its queries
   // see. Where it has more to do with scores, or K and V come in pages, it costs more than it
@@ -93,10 +103,17 @@ struct ForwardTraits : TileTraits<Tag> {
   static constexpr int stages = own.stages_kv;
   static constexpr int tile_bytes = q_stages * query_bytes + stages * stage_bytes;
   static_assert(tile_bytes <= smem_for_tiles);
-  // Of e4m3 the bytes of a block wait for their place in 16 bits (e4m3_producer.h).
-  static constexpr int waiting_bytes = is_e4m3 ? block_n * (head_dim + head_dim_v) : 0;
+  // Of e4m3 the bytes of a block wait for their place in 16 bits (e4m3_producer.h), or values to be
+  // transposed, of two blocks where there is room.
+  static constexpr int value_row_stages =
+      !multiplies_e4m3 ? 1 : tile_bytes + 2 * value_bytes <= smem_for_tiles ? 2 : 1;
+  static constexpr int waiting_bytes = multiplies_e4m3 ? value_row_stages * value_bytes
+                                       : is_e4m3       ? block_n * (head_dim + head_dim_v)
+                                                       : 0;
+  // O of e4m3 is a sum of parts of so many steps (output_parts.h).
+  static constexpr int steps_of_part = multiplies_e4m3 ? 256 / block_n : 0;
   // O goes through shared memory of its own where there is room.
-  static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Element));
+  static constexpr int output_bytes = block_m * head_dim_v * int(sizeof(Stored));
   static constexpr bool stores_tiles = tile_bytes + waiting_bytes + output_bytes <= smem_for_tiles;
   // Rows that a thread stores: a warpgroup's, or a warp's, which then waits for nobody. Where tiles
   // are long the fewer stores are the cheaper ones.
@@ -124,7 +141,9 @@ struct ForwardTraits : TileTraits<Tag> {
 
   using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
-  using ValueLayout = TileLayout<Element, block_n, head_dim_v, stages>;
+  using ValueRows = TileLayout<Element, block_n, head_dim_v, multiplies_e4m3 ? value_row_stages : stages>;
+  using ValueLayout = std::conditional_t<multiplies_e4m3,
+                                         TileLayout<Element, head_dim_v, block_n, stages>, ValueRows>;
 
   struct SharedStorage {
     alignas(1024) Element q[q_stages * block_m * head_dim];
@@ -132,19 +151,20 @@ struct ForwardTraits : TileTraits<Tag> {
     alignas(1024) Element v[stages * block_n * head_dim_v];
     alignas(1024) Stored o[stores_tiles ? block_m * head_dim_v : 8];
     alignas(1024) Element bias[has_bias ? bias_stages * block_m * block_n : 8];
-    alignas(16) uint4 bytes[is_e4m3 ? waiting_bytes / 16 : 1];
+    alignas(multiplies_e4m3 ? 1024 : 16) uint4 bytes[is_e4m3 ? waiting_bytes / 16 : 1];
     Ring<q_stages> q_ring;
     Ring<stages> k_ring;
     Ring<stages> v_ring;
+    Ring<value_row_stages> value_rows_ring;  // of values to be transposed
     Ring<bias_stages> bias_ring;
     Ring<work_stages> work_ring;
     std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     // Of tokens, of the blocks in k and in v.
-    alignas(is_e4m3 ? 8 : 4) float key_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
-    alignas(is_e4m3 ? 8 : 4) float value_scales[is_e4m3 ? stages : 1][is_e4m3 ? block_n : 1];
+    alignas(is_e4m3 ? 8 : 4) float key_scales[converts_e4m3 ? stages : 1][converts_e4m3 ? block_n : 1];
+    alignas(is_e4m3 ? 8 : 4) float value_scales[converts_e4m3 ? stages : 1][converts_e4m3 ? block_n : 1];
     // Of the blocks in k, of each writer's keys: pages are not in the table.
-    bool misses_keys[is_paged ? stages : 1][is_e4m3 ? e4m3_writers : 1];
+    bool misses_keys[is_paged ? stages : 1][converts_e4m3 ? e4m3_writers : 1];
     std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;
     std::conditional_t<draws_ahead, DropoutWords, Nothing> dropout;
   };

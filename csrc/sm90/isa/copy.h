@@ -14,18 +14,23 @@ namespace flash_attn_cuda::sm90 {
 
 using namespace cute;
 
-// Columns that one TMA box holds, which is the width of the swizzle: 128 bytes, or 64 where the
-// width is no multiple of that.
-template <int kColumns>
-inline constexpr int box_columns = kColumns % 64 == 0 ? 64 : 32;
+// Columns that one TMA box holds, which is the width of the swizzle: 128 bytes, or 64 or 32 where
+// the width is no multiple of that.
+template <int kColumns, class Element = cutlass::half_t>
+inline constexpr int box_columns = [] {
+  constexpr int bytes = kColumns * int(sizeof(Element));
+  return (bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32) / int(sizeof(Element));
+}();
 
-template <class Element, int kBoxColumns>
-using SwizzleAtom = std::conditional_t<kBoxColumns == 64, GMMA::Layout_K_SW128_Atom<Element>,
-                                       GMMA::Layout_K_SW64_Atom<Element>>;
+template <class Element, int kBoxColumns, int kBytes = kBoxColumns* int(sizeof(Element))>
+using SwizzleAtom = std::conditional_t<
+    kBytes == 128, GMMA::Layout_K_SW128_Atom<Element>,
+    std::conditional_t<kBytes == 64, GMMA::Layout_K_SW64_Atom<Element>,
+                       GMMA::Layout_K_SW32_Atom<Element>>>;
 
 // (rows, columns, stages): boxes of all rows, one after the other.
 template <class Element, int kRows, int kColumns, int kStages,
-          int kBoxColumns = box_columns<kColumns>>
+          int kBoxColumns = box_columns<kColumns, Element>>
 using TileLayout = decltype(tile_to_shape(SwizzleAtom<Element, kBoxColumns>{},
                                           Shape<Int<kRows>, Int<kColumns>, Int<kStages>>{}));
 
@@ -59,14 +64,15 @@ struct RowSpan {
 // `tile` on, by one thread. Rows beyond the span and columns beyond the tensor become zeros and are
 // not read; the barrier counts them all. A box beyond last_box, the last one with a column of the
 // tensor, gets that one's columns. first_column: of the tensor, that of the tile's first box.
-template <int kRows, int kColumns, int kBoxColumns = box_columns<kColumns>, class Element>
+template <int kRows, int kColumns, int kBoxColumns = 0, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* tile,
                            RowSpan const& span, int last_box = kColumns, int box_rows = kRows,
                            int first_column = 0) {
   constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
+  constexpr int box = kBoxColumns == 0 ? box_columns<kColumns, Element> : kBoxColumns;
   const int rows = min(span.rows, box_rows);
   CUTE_UNROLL
-  for (int column = 0; column < kColumns; column += kBoxColumns) {
+  for (int column = 0; column < kColumns; column += box) {
     const int first = column == 0 ? first_column : min(first_column + column, last_box);
     SM90_TMA_LOAD_5D::copy(&map, barrier, hint, tile + column * kRows, first, box_rows - rows,
                            span.row + rows, span.head, span.batch);

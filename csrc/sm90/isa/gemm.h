@@ -22,11 +22,12 @@ template <class Element, int kN, int kK>
 using SharedMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>>()));
 
-// (64, kK) in registers x (kN, kK) in shared memory with n innermost.
+// (64, kK) in registers x (kN, kK) in shared memory with n innermost; of 8 bits, of which wgmma
+// takes no other, with k innermost.
 template <class Element, int kN, int kK>
 using RegisterMma = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<kN>, Int<kK>>, GMMA::Major::K,
-                         GMMA::Major::MN>()));
+                         sizeof(Element) == 1 ? GMMA::Major::K : GMMA::Major::MN>()));
 
 // (64, kK) in registers x (kN, kK) in shared memory, both with k innermost.
 template <class Element, int kN, int kK>

@@ -28,7 +28,8 @@ struct ForwardArguments {
   TileSchedule schedule;
   SequenceTable table;
   int key_box_rows;     // of a box of k or v: a tile's, or what lies in one page
-  int last_v_box;       // the first column of the last box with columns of v and out
+  int last_v_box;       // the first column of the last box with columns of v
+  int last_out_box;     // and of out
   SplitResults splits;  // all tiles of the first, then of the second, and so on
   // Tickets taken so far, in a MarkedCounter; null where CTAs have a fixed order.
   unsigned long long* tickets;

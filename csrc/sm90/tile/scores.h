@@ -130,7 +130,7 @@ struct ForwardScores {
         ScoreModifiers::Curve::apply_to_scaled(scores, true);
       }
     }
-    if constexpr (Traits::is_e4m3) {
+    if constexpr (Traits::converts_e4m3) {
       if (effects.e4m3.values_have_own) {
         auto weigh = effects.e4m3.weigher(smem.value_scales[value_stage], thread, rescale);
         softmax.template softmax_to_pairs<Element>(scores, pairs, left.row_bias, rows, rescale,

@@ -1,0 +1,120 @@
+// The transposition of values of e4m3, by warps of a forward CTA's producer.
+//
+// wgmma takes operands of 8 bits along the sum alone, which of P V runs over keys. TMA leaves a
+// block's values as rows of keys; these warps make rows of columns of them, in which the keys of
+// every 16 stand in the order of P: a thread has scores of keys 2 q, 2 q + 1, 2 q + 8 and 2 q + 9,
+// and its word of a left operand is of keys 4 q to 4 q + 3. So P needs no shuffle, and neither do
+// the values: a lane that has read the transposed matrices of keys 0 to 7 and 8 to 15 holds these
+// four keys of two columns, in two words.
+#pragma once
+
+#include "sm90/forward/traits.h"
+#include "sm90/tile/arguments.h"
+
+namespace flash_attn_cuda::sm90 {
+
+template <class Traits>
+struct Transposer {
+  using Element = typename Traits::Element;
+  static constexpr int keys_at_once = 32;
+  static constexpr int columns_at_once = 16;
+  static constexpr int groups = Traits::block_n / keys_at_once;
+  static_assert(Traits::block_n % keys_at_once == 0 && Traits::head_dim_v % columns_at_once == 0);
+
+  // Of a box of ValueRows, and of ValueLayout.
+  static constexpr int row_bytes = box_columns<Traits::head_dim_v, Element>;
+  static constexpr int row_chunks = row_bytes / 16;
+  static constexpr int row_box_bytes = row_bytes * Traits::block_n;
+  static constexpr int column_bytes = box_columns<Traits::block_n, Element>;
+  static constexpr int column_chunks = column_bytes / 16;
+  static constexpr int column_box_bytes = column_bytes * Traits::head_dim_v;
+
+  typename Traits::SharedStorage& smem;
+  const int part;  // of the groups of keys
+  const unsigned first, second;  // which bytes of two words make one of a column
+  const unsigned own_rows, own_columns;
+  PipelineState<Traits::value_row_stages> rows_state{};
+  PipelineState<Traits::stages> state{};
+
+  // A lane has words of columns 2 c and 2 c + 1. Of a store's eight lanes half have the one and
+  // half the other, so that it meets every bank once.
+  //
+  // Addresses are those of ValueRows and ValueLayout: of a row of a swizzle's width of bytes chunk c
+  // lies in place c ^ row, so that what differs in c alone differs in bits that the first address
+  // leaves alone.
+  CUTE_DEVICE void transpose(unsigned rows, unsigned columns) {
+    constexpr int at_once = 4;  // so that a read does not wait for the one before
+    CUTE_UNROLL
+    for (int begin = 0; begin < Traits::head_dim_v / columns_at_once; begin += at_once) {
+      std::uint32_t words[at_once][4];
+      CUTE_UNROLL
+      for (int i = 0; i < at_once; ++i) {
+        const int c = begin + i;
+        auto& w = words[i];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"((rows ^ c % row_chunks * 16) + c / row_chunks * row_box_bytes));
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < at_once; ++i) {
+        auto const& w = words[i];
+        asm volatile(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                columns + (begin + i) * columns_at_once * column_bytes),
+            "r"(__byte_perm(w[0], w[1], first)), "r"(__byte_perm(w[0], w[1], second)),
+            "r"(__byte_perm(w[2], w[3], first)), "r"(__byte_perm(w[2], w[3], second))
+            : "memory");
+      }
+    }
+  }
+
+  CUTE_DEVICE Transposer(typename Traits::SharedStorage& smem, int part)
+      : smem(smem),
+        part(part),
+        first(threadIdx.x % 32 < 16 ? even : odd),
+        second(threadIdx.x % 32 < 16 ? odd : even),
+        own_rows(cast_smem_ptr_to_uint(smem.bytes) + place(threadIdx.x % 32, 0, row_bytes)),
+        own_columns(cast_smem_ptr_to_uint(smem.v) + place(column_of_lane(), threadIdx.x % 32 / 16, column_bytes)) {}
+
+  static constexpr unsigned even = 0x6420, odd = 0x7531;
+  // Of a chunk of a row.
+  CUTE_DEVICE static unsigned place(int row, int chunk, int bytes) {
+    return row * bytes + (chunk ^ row * bytes / 128 % (bytes / 16)) * 16;
+  }
+  CUTE_DEVICE static int column_of_lane() {
+    const int lane = threadIdx.x % 32;
+    const int row = lane % 8;
+    return 2 * row + ((row / 4) ^ (lane / 8 % 2));
+  }
+
+  CUTE_DEVICE void run() {
+    for (PipelineState<Traits::work_stages> work_state;; work_state.advance()) {
+      consumer_wait(smem.work_ring, work_state);
+      auto const& item = smem.work[work_state.stage];
+      if (item.work.tile == no_tile) break;
+      int blocks = item.range.end - item.range.begin;
+      __syncwarp();
+      consumer_release(smem.work_ring, work_state);
+      CUTE_NO_UNROLL
+      for (; blocks > 0; --blocks) {
+        consumer_wait(smem.value_rows_ring, rows_state);
+        producer_acquire(smem.v_ring, state);
+#ifndef NOTR
+        CUTE_NO_UNROLL
+        for (int group = part; group < groups; group += Traits::transposers) {
+          const int chunk = group * 2;
+          transpose(own_rows + rows_state.stage * Traits::value_bytes + group * keys_at_once * row_bytes,
+                    (own_columns ^ chunk % column_chunks * 16) + chunk / column_chunks * column_box_bytes + state.stage * Traits::value_bytes);
+        }
+#endif
+        finish_reads();  // and writes
+        consumer_release(smem.value_rows_ring, rows_state);
+        producer_commit(smem.v_ring, state);
+        rows_state.advance();
+        state.advance();
+      }
+    }
+  }
+};
+
+}  // namespace flash_attn_cuda::sm90
