@@ -263,7 +263,7 @@ struct ForwardParams {
   Dtype dtype = Dtype::bf16;   // of q and out
   bool e4m3_kv = false;        // k and v are of e4m3, whatever dtype, and stand for what scales say
   bool e4m3_products = false;  // then: q is as well, and multiplied so
-  bool e4m3_latent = false;   // v alone is, of a call with qv: its strides are in bytes
+  bool e4m3_latent = false;    // v alone is, of a call with qv: its strides are in bytes
   bool values_include_rope = false;  // then: values are v's columns, and k's behind them
   ScaleParams scales;
   AttentionShape shape;

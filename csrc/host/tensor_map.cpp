@@ -78,9 +78,9 @@ CUtensorMap encode_map(const MapSpec<kRank>& spec) {
   element_strides.fill(1);
   const auto swizzle = swizzle_of(spec.box[0], spec.dtype);
   const auto try_encode = [&] {
-    return encode(&map,
-                  type_of(spec.dtype), kRank, spec.base, spec.sizes.data(), spec.strides.data(), spec.box.data(),
-                  element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, spec.promotion,
+    return encode(&map, type_of(spec.dtype), kRank, spec.base, spec.sizes.data(),
+                  spec.strides.data(), spec.box.data(), element_strides.data(),
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, spec.promotion,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = try_encode();

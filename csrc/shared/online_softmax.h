@@ -220,8 +220,8 @@ struct OnlineSoftmax {
       if (follows) follow_maximum(scores, rescale, row_bias, rows);
       const bool saturates =
           exponentiate_pairs<Element>(scores, straight, pairs, row_bias, drop, sums);
-      follows = !follows && exceed_limits(sums, saturates) &&
-                !sees_all(scores, row_bias, sums, rows);
+      follows =
+          !follows && exceed_limits(sums, saturates) && !sees_all(scores, row_bias, sums, rows);
     } while (follows);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) row_sum[row] += sums[row];

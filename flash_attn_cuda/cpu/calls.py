@@ -30,6 +30,8 @@ def forward_on_cpu(
     """Computes the call with the random numbers of rng_state. Rows of q that are no sequence's get
     out 0 and softmax_lse -inf.
     """
+    if call.multiplies_fp8():  # in 16 bits and more, here
+        call = replace(call, q=call.q.to(call.dtype()))
     call, q = replace(by_mask(call), rng_state=rng_state), call.q
     keeps = call.returns_rounding()
     dtype = call.lse_dtype() if keeps else call.result_dtype()

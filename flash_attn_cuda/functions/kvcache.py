@@ -135,6 +135,10 @@ def flash_attn_with_kvcache(
         q_descale: a number, (heads_k,) or (batch, heads_k): q may be of float8_e4m3fn where caches
             are, and is times this. Then it is converted, exactly, to out's dtype if out is of fp16
             or bf16, else to bf16, which out, k, v and rotary tables have as well.
+        fp8_products: q of float8_e4m3fn may be multiplied as it is, and probabilities rounded to
+            it, by kernels for more than 64 rows of queries and heads that share a key head, on GPUs
+            of compute capability 9.0, of scales that are no tokens' (docs/fp8.md). Other calls
+            convert it. For prefill.
         quantize: "token": every new (token, head) of k and v gets a scale of its own, its largest
             finite magnitude over 448, or 1 where that is 0. It is written into k_descale and
             v_descale, which are tensors with a scale for every token. Groups of columns get theirs

@@ -72,6 +72,7 @@ def flash_attn_varlen_func(
     values_include_rope: bool = False,
     tree_mask: Tensor | None = None,
     return_max_logits: bool = False,
+    fp8_products: bool = False,
 ) -> Result:
     """flash_attn_func of sequences of different lengths, packed one behind the other.
 
@@ -125,6 +126,7 @@ def flash_attn_varlen_func(
             or, with a block_table, (num_pages, page_size, heads_k), with any strides.
         v_descale: the same of v.
         q_descale: as in flash_attn_with_kvcache, where q is of float8_e4m3fn.
+        fp8_products: as in flash_attn_with_kvcache.
         keep_rounding: as in flash_attn_func.
         key_lists: (total_q, heads_k, n), int32: the keys that a query sees, as in flash_attn_func,
             and with a qv as in flash_attn_with_kvcache. Without one max_seqlen_q and max_seqlen_k

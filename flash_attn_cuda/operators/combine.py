@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call.tensors import check_like, check_may_be_written, check_tensor
-from ..cpu import combine
+from ..cpu.combine import combine
 from .support import Tensors2, call_extension, define, ops
 
 COMBINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -61,6 +61,7 @@ def call_of_shapes(
     page_size: int = 0,
     lengths_on_device: bool = False,
     e4m3: bool = False,
+    fp8_products: bool = False,
     qv: bool = False,
     keys_per_list: int = 0,
     **options: Any,
@@ -69,8 +70,8 @@ def call_of_shapes(
 
     packed: seqlen_q and seqlen_k are totals. page_size 0: not paged; else, as with
     lengths_on_device, the call is over a cache, of seqlen_k rows a sequence, unless it is packed.
-    e4m3: keys and values are of that dtype. qv: there is one, and a scale, whatever it is.
-    keys_per_list 0: without key_lists.
+    e4m3: keys and values are of that dtype. fp8_products: queries as well. qv: there is one, and a
+    scale, whatever it is. keys_per_list 0: without key_lists.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be 'fp16' or 'bf16', got {dtype!r}")
@@ -106,8 +107,11 @@ def call_of_shapes(
         tiles_q, tiles_k = (-(-seqlen // TILE) for seqlen in (seqlen_q, seqlen_k))
         given["block_rows"] = integers(1, 1, tiles_q, 2 + tiles_k)
         given["block_columns"] = integers(1, 1, tiles_k, 2 + tiles_q)
+    e4m3 = e4m3 or fp8_products
     if e4m3:
         given["k_descale"] = given["v_descale"] = tensor(num_heads_k, dtype=torch.float32)
+    if fp8_products:
+        given["q_descale"], given["out_is_half"] = given["k_descale"], dtype == "fp16"
     if qv:
         given["qv"] = tensor(*rows_q, num_heads_q, head_dim_v)
         if given.get("softmax_scale") is None:
@@ -117,8 +121,9 @@ def call_of_shapes(
     if bias:
         given["bias"] = tensor(1, num_heads_q, seqlen_q, seqlen_k)
     of_keys = torch.float8_e4m3fn if e4m3 else DTYPES[dtype]
+    of_queries = of_keys if fp8_products else DTYPES[dtype]
     return AttentionCall(
-        tensor(*rows_q, num_heads_q, head_dim),
+        tensor(*rows_q, num_heads_q, head_dim, dtype=of_queries),
         tensor(*rows_k, num_heads_k, head_dim, dtype=of_keys),
         tensor(*rows_k, num_heads_k, head_dim_v, dtype=of_keys),
         **given,

@@ -22,8 +22,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
   ForwardParams const& params = args.params;
   const int thread = threadIdx.x % warpgroup_threads;
   const PingPong<Traits::consumers, Traits::drops_turns> turns{
-      warpgroup, Traits::goes_without_turns ||
-                     (Traits::drops_turns && params.dropout.threshold > 0)};
+      warpgroup,
+      Traits::goes_without_turns || (Traits::drops_turns && params.dropout.threshold > 0)};
   PipelineState<Traits::work_stages> work_state;
   ForwardEffects<Traits> effects;
   ForwardProducts<Traits> products{smem, warpgroup, thread};
@@ -109,7 +109,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
         parts.end_step(tOrO);
         scores.probabilities(tSrS, left, softmax, tOrP, rescale_o, stage_of_values(false));
       }
-      products.start_output(tOrP, parts.target(tOrO), parts.begin_step(range.end - range.begin > 1));
+      products.start_output(tOrP, parts.target(tOrO),
+                            parts.begin_step(range.end - range.begin > 1));
     } else {
       // A step whose next P is made while this one is still read. Inline, because as a function it
       // would have its registers in memory.
@@ -144,7 +145,8 @@ CUTE_DEVICE void consume(ForwardArguments const& args, typename Traits::SharedSt
       auto tOrOtherP = products.make_probabilities(tSrS);
       for (;;) {  // two steps: which of the two P is the next one has to be known when compiled
         if (position < range.begin) {
-          products.start_output(tOrP, parts.target(tOrO), parts.begin_step(range.end - range.begin > 1));
+          products.start_output(tOrP, parts.target(tOrO),
+                                parts.begin_step(range.end - range.begin > 1));
           break;
         }
         step(position--, tOrP, tOrOtherP);

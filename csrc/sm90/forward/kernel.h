@@ -3,7 +3,8 @@
 // A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup (producer.h), of
 // which one thread finds the tiles and loads them by TMA, or two of its warps load what lies in
 // pages and another thread finds the tiles, or all four warps make fp16 of e4m3 (e4m3_producer.h),
-// one thread loads the bits of a block-sparse mask, and one warp clears tiles without keys; and
+// or two transpose values of e4m3 that is multiplied (transposer.h), one thread loads the bits of a
+// block-sparse mask, and one warp clears tiles without keys; and
 // block_m / 64 consumer warpgroups that multiply by wgmma (consumer.h, of two CTAs on an SM
 // two_ctas.h); setmaxnreg gives the producer's registers to them. Kernels with dropout have warps
 // that draw its decisions for the consumers (dropout.h). Shared memory: Q block_m x head_dim, twice
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     smem.q_ring.init(Traits::consumer_warps);
     constexpr int writers = Traits::converts_e4m3 ? Traits::e4m3_writers : 1;
     smem.k_ring.init(Traits::consumer_warps, writers);
-    smem.v_ring.init(Traits::consumer_warps, Traits::multiplies_e4m3 ? Traits::transposers : writers);
+    constexpr int value_writers = Traits::multiplies_e4m3 ? Traits::transposers : writers;
+    smem.v_ring.init(Traits::consumer_warps, value_writers);
     smem.value_rows_ring.init(Traits::transposers);
     smem.bias_ring.init(Traits::consumer_warps);
     smem.work_ring.init(Traits::consumer_warps + (draws ? Traits::drawing_warps : 0) +

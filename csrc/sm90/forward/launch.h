@@ -15,8 +15,8 @@ template <class Tag>
 void launch_forward(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
   using Traits = ForwardTraits<Tag>;
   // A tensor of what is multiplied, and out.
-  using Multiplied =
-      std::conditional_t<Traits::multiplies_e4m3, typename Traits::Element, typename Traits::Stored>;
+  using Multiplied = std::conditional_t<Traits::multiplies_e4m3, typename Traits::Element,
+                                        typename Traits::Stored>;
   constexpr int columns = box_columns<Traits::head_dim, Multiplied>;
   constexpr int columns_v = box_columns<Traits::head_dim_v, Multiplied>;
   constexpr int columns_out = box_columns<Traits::head_dim_v>;

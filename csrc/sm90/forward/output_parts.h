@@ -2,9 +2,9 @@
 //
 // wgmma adds such products in about 14 bits: of each it drops what is less than 2^-13 of the sum so
 // far, always towards zero, which of values that have a mean was 3 % of O after 2,048 keys and 15 %
-// after 9,000 (docs/numerics.md). So a part of O is that of few blocks, and parts are added in fp32,
-// which takes the registers of a second O, and an instruction a number, with which O follows the
-// softmax's references as well.
+// after 9,000 (docs/numerics.md). So a part of O is that of few blocks, and parts are added in
+// fp32, which takes the registers of a second O, and an instruction a number, with which O follows
+// the softmax's references as well.
 #pragma once
 
 #include "sm90/forward/traits.h"

@@ -15,8 +15,7 @@ struct ForwardTraits : TileTraits<Tag> {
       Base::head_dim_v, Base::consumers, Base::work_stages, Base::producer_registers,
       Base::consumer_registers;
   using Base::has_score_modifiers, Base::has_bias, Base::has_dropout, Base::is_sparse,
-      Base::is_paged, Base::can_split, Base::is_e4m3, Base::converts_e4m3,
-      Base::multiplies_e4m3;
+      Base::is_paged, Base::can_split, Base::is_e4m3, Base::converts_e4m3, Base::multiplies_e4m3;
   using typename Base::Stored, typename Base::Element;
 
   static_assert(!can_split || (!is_sparse && !has_dropout));
@@ -105,8 +104,9 @@ struct ForwardTraits : TileTraits<Tag> {
   static_assert(tile_bytes <= smem_for_tiles);
   // Of e4m3 the bytes of a block wait for their place in 16 bits (e4m3_producer.h), or values to be
   // transposed, of two blocks where there is room.
-  static constexpr int value_row_stages =
-      !multiplies_e4m3 ? 1 : tile_bytes + 2 * value_bytes <= smem_for_tiles ? 2 : 1;
+  static constexpr int value_row_stages = !multiplies_e4m3                                 ? 1
+                                          : tile_bytes + 2 * value_bytes <= smem_for_tiles ? 2
+                                                                                           : 1;
   static constexpr int waiting_bytes = multiplies_e4m3 ? value_row_stages * value_bytes
                                        : is_e4m3       ? block_n * (head_dim + head_dim_v)
                                                        : 0;
@@ -141,9 +141,11 @@ struct ForwardTraits : TileTraits<Tag> {
 
   using QueryLayout = TileLayout<Element, 64, head_dim, q_stages * consumers>;
   using KeyLayout = TileLayout<Element, block_n, head_dim, stages>;
-  using ValueRows = TileLayout<Element, block_n, head_dim_v, multiplies_e4m3 ? value_row_stages : stages>;
-  using ValueLayout = std::conditional_t<multiplies_e4m3,
-                                         TileLayout<Element, head_dim_v, block_n, stages>, ValueRows>;
+  using ValueRows =
+      TileLayout<Element, block_n, head_dim_v, multiplies_e4m3 ? value_row_stages : stages>;
+  using ValueLayout =
+      std::conditional_t<multiplies_e4m3, TileLayout<Element, head_dim_v, block_n, stages>,
+                         ValueRows>;
 
   struct SharedStorage {
     alignas(1024) Element q[q_stages * block_m * head_dim];
@@ -161,8 +163,11 @@ struct ForwardTraits : TileTraits<Tag> {
     std::uint64_t tile_wanted;  // the producer has little left to load: for the thread that finds
     std::conditional_t<is_sparse, SparseWorkItem<block_n>, WorkItem> work[work_stages];
     // Of tokens, of the blocks in k and in v.
-    alignas(is_e4m3 ? 8 : 4) float key_scales[converts_e4m3 ? stages : 1][converts_e4m3 ? block_n : 1];
-    alignas(is_e4m3 ? 8 : 4) float value_scales[converts_e4m3 ? stages : 1][converts_e4m3 ? block_n : 1];
+    alignas(is_e4m3 ? 8
+                    : 4) float key_scales[converts_e4m3 ? stages : 1][converts_e4m3 ? block_n : 1];
+    alignas(is_e4m3
+                ? 8
+                : 4) float value_scales[converts_e4m3 ? stages : 1][converts_e4m3 ? block_n : 1];
     // Of the blocks in k, of each writer's keys: pages are not in the table.
     bool misses_keys[is_paged ? stages : 1][converts_e4m3 ? e4m3_writers : 1];
     std::conditional_t<is_sparse, SparseBlocks, Nothing> sparse;

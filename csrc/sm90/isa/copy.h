@@ -22,11 +22,11 @@ inline constexpr int box_columns = [] {
   return (bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32) / int(sizeof(Element));
 }();
 
-template <class Element, int kBoxColumns, int kBytes = kBoxColumns* int(sizeof(Element))>
-using SwizzleAtom = std::conditional_t<
-    kBytes == 128, GMMA::Layout_K_SW128_Atom<Element>,
-    std::conditional_t<kBytes == 64, GMMA::Layout_K_SW64_Atom<Element>,
-                       GMMA::Layout_K_SW32_Atom<Element>>>;
+template <class Element, int kBoxColumns, int kBytes = kBoxColumns * int(sizeof(Element))>
+using SwizzleAtom =
+    std::conditional_t<kBytes == 128, GMMA::Layout_K_SW128_Atom<Element>,
+                       std::conditional_t<kBytes == 64, GMMA::Layout_K_SW64_Atom<Element>,
+                                          GMMA::Layout_K_SW32_Atom<Element>>>;
 
 // (rows, columns, stages): boxes of all rows, one after the other.
 template <class Element, int kRows, int kColumns, int kStages,

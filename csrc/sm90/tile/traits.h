@@ -63,7 +63,8 @@ struct TileTraits {
   static constexpr bool is_paged = has(feature::paged_kv);
   static constexpr bool can_split = has(feature::split_kv);
   static constexpr bool is_e4m3 = reads_e4m3(config.features);
-  static constexpr bool converts_e4m3 = is_e4m3 && !flash_attn_cuda::multiplies_e4m3(config.features);
+  static constexpr bool converts_e4m3 =
+      is_e4m3 && !flash_attn_cuda::multiplies_e4m3(config.features);
   static constexpr bool multiplies_e4m3 = flash_attn_cuda::multiplies_e4m3(config.features);
   static constexpr bool writes_fp32 = can_write_fp32(config.features);
   static constexpr bool keeps_rounding = can_keep_rounding(config.features);
@@ -87,9 +88,8 @@ struct TileTraits {
   // What is multiplied. Beside Q of 16 bits e4m3 becomes fp16, which its numbers need one
   // instruction a pair for; Q as well (e4m3_units.h).
   using Stored = ElementOf<config.dtype>;
-  using Element =
-      std::conditional_t<multiplies_e4m3, cutlass::float_e4m3_t,
-                         std::conditional_t<is_e4m3, cutlass::half_t, Stored>>;
+  using Element = std::conditional_t<multiplies_e4m3, cutlass::float_e4m3_t,
+                                     std::conditional_t<is_e4m3, cutlass::half_t, Stored>>;
 };
 
 }  // namespace flash_attn_cuda::sm90
