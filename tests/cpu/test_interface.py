@@ -27,7 +27,7 @@ from tests.surfaces.public_names import FLASH_ATTENTION_2_INTERFACE
 
 MASKS = "attn_mask=None, block_mask=None, block_size=None, sink=None, attention_chunk=0"
 ROUNDING, LOGITS = "keep_rounding=True", "return_max_logits=False"
-BIAS = "relative_bias=None"
+BIAS, PRODUCTS = "relative_bias=None", "fp8_products=False"
 LISTS = "key_lists=None, key_list_block=1"
 QUERIES, ROPE = "key_list_queries=1", "values_include_rope=False, tree_mask=None"
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
@@ -39,14 +39,14 @@ OWN = {
     "flash_attn_varlen_func": (
         "*, seqused_q=None, seqused_k=None, leftpad_k=None, num_splits=0, batch_invariant=False, "
         f"{MASKS}, out=None, qv=None, {DESCALES}, {ROUNDING}, {BIAS}, {LISTS}, {QUERIES}, "
-        f"{ROPE}, {LOGITS}"
+        f"{ROPE}, {LOGITS}, {PRODUCTS}"
     ),
     "flash_attn_varlen_kvpacked_func": f"*, {ROUNDING}, {LOGITS}",
     "flash_attn_varlen_qkvpacked_func": f"*, {ROUNDING}, {LOGITS}",
     "flash_attn_with_kvcache": (
         "*, cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, batch_invariant=False, "
         f"sink=None, attention_chunk=0, out=None, qv=None, {DESCALES}, quantize=None, {LISTS}, "
-        f"{ROPE}, attn_mask=None, {BIAS}"
+        f"{ROPE}, attn_mask=None, {BIAS}, {PRODUCTS}"
     ),
     "_flash_attn_forward": "deterministic=False",
     "_flash_attn_varlen_forward": (

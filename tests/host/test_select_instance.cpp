@@ -482,7 +482,7 @@ TEST(features_have_the_names_of_the_table) {
   CHECK_EQ(names_of(FeatureSet{0}), "none");
   CHECK_EQ(names_of(~FeatureSet{0}),
            "softcap, alibi, dropout, deterministic, paged_kv, split_kv, packed_gqa, block_sparse, "
-           "bias, tangent, e4m3_kv, latent, key_lists");
+           "bias, tangent, e4m3_kv, latent, key_lists, e4m3_products");
 }
 
 TEST(the_error_says_what_was_required_and_what_exists) {
