@@ -170,7 +170,9 @@ const ForwardInstance& select_plain(const ForwardParams& params, const KernelReq
 
 KernelRequest request_of(const ForwardParams& params, const TensorExtents& extents) {
   KernelRequest request = common_request(params, extents, !params.e4m3_kv);
-  if (params.paged.block_table != nullptr) request.features |= feature::paged_kv;
+  // Rows that read pages clamp the distances of a relative bias.
+  if (params.paged.block_table != nullptr || params.score.bias.is_relative())
+    request.features |= feature::paged_kv;
   if (params.e4m3_kv) request.features |= feature::e4m3_kv;
   if (params.e4m3_products) {
     request.features |= feature::e4m3_products;
@@ -289,7 +291,7 @@ const ForwardInstance& choose_instance(const ForwardParams& params, const Tensor
   KernelRequest tiles_request = request;
   tiles_request.kind = ForwardKind::tiles;
   const bool has_paged_bias =
-      params.score.wants(feature::bias) && params.paged.block_table != nullptr;
+      params.score.wants(feature::bias) && (request.features & feature::paged_kv) != 0;
   if (prefers_decode(params) ||
       (has_paged_bias && find_instance(instances, tiles_request, device) == nullptr)) {
     const ForwardInstance* decode = find_instance(instances, request, device);

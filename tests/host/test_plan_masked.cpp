@@ -163,6 +163,9 @@ TEST(of_few_queries_tiles_are_run_as_well) {
   auto params = with_tensors(call<ForwardParams>(wide, {}));
   bias(params);
   CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_masked");
+  relative(params);
+  CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_decode");
+  bias(params);
   pages(params);
   CHECK_EQ(std::string(plan_forward(params, h200, of_wide_heads).instance->name), "hd512_decode");
   // Only decode rows read such tensors.
