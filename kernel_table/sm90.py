@@ -99,7 +99,8 @@ SM90_FORWARD = (
             tile({"e4m3": E4M3_CACHE}, stages_q=1,
                  producer_registers=88, consumer_registers=208),
             tile({"fp8": E4M3_PRODUCTS}, block_n=96, stages_kv=4, alternates_probabilities=True),
-            tile({"fp8_cache": E4M3_PRODUCTS | Feature.paged_kv}, block_n=96, stages_kv=4),
+            tile({"fp8_cache": E4M3_PRODUCTS | Feature.paged_kv}, block_n=96, stages_kv=4,
+                 alternates_probabilities=True),
         ),
     ),
     # Multi-head latent attention's: O has the registers of head dim 128.

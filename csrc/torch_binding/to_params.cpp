@@ -241,7 +241,7 @@ ForwardParams forward_params(const AttentionCall& call) {
                    .k = scale_view(call.k_descale, head_dim_of(call)),
                    .v = scale_view(call.v_descale, head_dim_v_of(call))};
   if (call.qv.defined()) params.qv = view_at(const_cast<void*>(data_of(call.qv)), call.qv);
-  if (call.key_lists.defined()) {
+  if (call.key_lists.defined() && call.q.numel() > 0) {
     params.key_lists = view_at(const_cast<void*>(data_of(call.key_lists)), call.key_lists);
     params.keys_per_list = static_cast<int>(call.key_lists.size(-1) * call.key_list_block);
     params.key_list_block = static_cast<int>(call.key_list_block);

@@ -97,7 +97,9 @@ def row_cases() -> Iterator[Case]:
         yield replace(decode, sink=torch.float32)
         yield replace(prefill, page_size=7, **EVERYTHING, sink=torch.bfloat16)
         for of_scores in ({"mask": "bool-bq"}, {"mask": "fp32-bh"}, {"reach": 9}):
-            yield replace(decode, page_size=7, head_dim=head_dim - 5, **of_scores)
+            # Slices of rows begin in the left padding.
+            odd = {"head_dim": head_dim - 5, "leftpad": (9, 0, 37)}
+            yield replace(decode, page_size=7, **odd, **of_scores)
             yield replace(prefill, page_size=16, seqlens_q=70, **of_scores)
 
 

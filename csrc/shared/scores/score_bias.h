@@ -123,8 +123,10 @@ CUTE_DEVICE void add_bias_of_rows(BiasParams const& bias, Sequence const& sequen
                            head_of(row) * bias.head_stride + query * bias.row_stride;
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
-        const int key = key_begin + get<1>(coords(row, col));
-        if (key < bias.columns) scores(row, col) += static_cast<float>(source[key]);
+        // Slices of rows of a cache may begin in its left padding, before the first key.
+        const auto key = static_cast<unsigned>(key_begin + get<1>(coords(row, col)));
+        if (key < static_cast<unsigned>(bias.columns))
+          scores(row, col) += static_cast<float>(source[key]);
       }
     }
   };

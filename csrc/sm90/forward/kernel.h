@@ -3,7 +3,7 @@
 // A CTA stays on its SM and takes tile after tile. Threads: one producer warpgroup (producer.h), of
 // which one thread finds the tiles and loads them by TMA, or two of its warps load what lies in
 // pages and another thread finds the tiles, or all four warps make fp16 of e4m3 (e4m3_producer.h),
-// or two transpose values of e4m3 that is multiplied (transposer.h), one thread loads the bits of a
+// or those without loads transpose values of e4m3 (transposer.h), one thread loads the bits of a
 // block-sparse mask, and one warp clears tiles without keys; and
 // block_m / 64 consumer warpgroups that multiply by wgmma (consumer.h, of two CTAs on an SM
 // two_ctas.h); setmaxnreg gives the producer's registers to them. Kernels with dropout have warps
@@ -76,6 +76,8 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
       Producer<Traits>{args, smem}.run_over_cache(warp == assisting_warp);
     } else if (warp == loading_warp) {
       if (elect_one_sync()) Producer<Traits>{args, smem}.run();
+    } else if constexpr (Traits::multiplies_e4m3) {
+      Transposer<Traits>(smem, 2).run();
     } else if constexpr (Traits::is_sparse) {
       if (has_bits && elect_one_sync()) load_bits<Traits>(args, smem);
     }

@@ -56,7 +56,7 @@ struct ForwardTraits : TileTraits<Tag> {
   static constexpr int loaders = converts_e4m3 ? 2 * e4m3_writers : is_paged ? 2 : 1;  // warps
   // Those of the producer's that do not load tiles: wgmma reads e4m3 along the sum alone, which of
   // P V are the keys, so these warps transpose V (transposer.h).
-  static constexpr int transposers = multiplies_e4m3 ? 2 : 0;
+  static constexpr int transposers = !multiplies_e4m3 ? 0 : is_paged ? 2 : 3;
   // The producer's warps that read of the tiles and do not find them.
   static constexpr int told_warps =
       transposers + (has_finder || converts_e4m3 || is_paged ? loaders : 0);
