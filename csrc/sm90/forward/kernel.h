@@ -65,19 +65,25 @@ __global__ void __launch_bounds__(ForwardTraits<Tag>::threads, ForwardTraits<Tag
     if constexpr (Traits::converts_e4m3) {
       produce_from_e4m3<Traits>(args, smem, warp);
       if (warp == clearing_warp) clear_empty_tiles<Traits>(args);
+    } else if constexpr (Traits::multiplies_e4m3) {
+      if (warp == clearing_warp) clear_empty_tiles<Traits>(args);
+      // One place in the code: copies of it would not fit the instruction cache beside the rest.
+      const int part = warp - clearing_warp;
+      if (part >= 0 && part < Traits::transposers) {
+        Transposer<Traits>(smem, part).run();
+      } else if constexpr (Traits::is_paged) {
+        Producer<Traits>{args, smem}.run_over_cache(warp == assisting_warp);
+      } else {
+        if (elect_one_sync()) Producer<Traits>{args, smem}.run();
+      }
     } else if (warp == clearing_warp) {
       clear_empty_tiles<Traits>(args);
-      if constexpr (Traits::multiplies_e4m3) Transposer<Traits>(smem, 0).run();
     } else if (Traits::has_finder && warp == finding_warp) {
       if (elect_one_sync()) find_tiles<Traits>(args, smem);
-    } else if (Traits::multiplies_e4m3 && warp == finding_warp) {
-      if constexpr (Traits::multiplies_e4m3) Transposer<Traits>(smem, 1).run();
     } else if constexpr (Traits::is_paged) {
       Producer<Traits>{args, smem}.run_over_cache(warp == assisting_warp);
     } else if (warp == loading_warp) {
       if (elect_one_sync()) Producer<Traits>{args, smem}.run();
-    } else if constexpr (Traits::multiplies_e4m3) {
-      Transposer<Traits>(smem, 2).run();
     } else if constexpr (Traits::is_sparse) {
       if (has_bits && elect_one_sync()) load_bits<Traits>(args, smem);
     }
