@@ -10,7 +10,8 @@ memcheck and initcheck see single tensors only if torch does not carve them out 
 allocation, hence the variable (good for memcheck too). None of the tools sees what TMA reads and
 writes: initcheck takes out, dk, dv and the gradient of a bias of Hopper kernels for uninitialised.
 Decode kernels, and the preprocess of a sink's gradient, read words of the workspace before anybody
-wrote them, on purpose, and decode kernels load O of splits without keys, which they do not use (marked_counter.h, sm80/decode/combine.h).
+wrote them, on purpose, and decode kernels load O of splits without keys, which they do not use
+(marked_counter.h, sm80/decode/combine.h).
 Inputs come from the CPU and results go back there to be compared, so that nearly every kernel the
 sanitizer watches is this package's; --references-on-gpu is faster where none watches. Exit status 1
 if a result is wrong; add --error-exitcode 1 for the sanitizer's findings.
