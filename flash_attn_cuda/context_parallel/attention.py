@@ -32,7 +32,7 @@ from . import steps
 from .exchange import Exchanges, reordered
 from .head_exchange import Across
 from .load import HeadGroups, even_groups
-from .merge import add_sink_, merge_, round_into
+from .merge import add_sink_, merge_, raise_to_largest, room_for_max_logits, round_into
 from .schedule import DeviceCall, Hop, Schedule
 from .steps import Exchange
 
@@ -116,18 +116,6 @@ def room_for_rounding(work: Work, out: Tensor) -> Tensor:
     """Like out, in a dtype of 16 bits, where what rounding takes from it is kept; else empty."""
     keeps = work.keeps_rounding and out.dtype != lse_dtype(out.dtype)
     return out.new_empty(out.shape if keeps else (0,), dtype=torch.int8)
-
-
-def room_for_max_logits(work: Work, q: Tensor) -> Tensor:
-    """(sequences, heads) of no score, where they are returned; else empty."""
-    shape = (0,) if work.sequences is None else (work.sequences, q.shape[1])
-    return q.new_full(shape, -torch.inf, dtype=lse_dtype(q.dtype))
-
-
-def raise_to_largest(max_logits: Tensor, call: DeviceCall, found: Tensor | None) -> None:
-    """found: (sequences of the call, heads), where they are returned."""
-    if found is not None and found.dim() > 1:
-        max_logits.scatter_reduce_(0, call.sequences[:, None].expand_as(found), found, "amax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +264,7 @@ def gathered_forward(
     rows, used = work.schedule.rows, work.schedule.used_rows
     out = q.new_empty((rows, q.shape[1], v.shape[-1]))
     softmax_lse = q.new_empty((q.shape[1], rows), dtype=lse_dtype(q.dtype))
-    rounding, max_logits = room_for_rounding(work, out), room_for_max_logits(work, q)
+    rounding, max_logits = room_for_rounding(work, out), room_for_max_logits(work.sequences, q)
     out[used:] = 0.0
     rounding[used:] = 0
     softmax_lse[:, used:] = -torch.inf
@@ -293,7 +281,7 @@ def gathered_forward(
                 softmax_lse[heads, of_q],
                 rounding[of_q, heads] if rounding.dim() > 1 else None,
             )
-            raise_to_largest(max_logits[..., heads], call, largest)
+            raise_to_largest(max_logits[..., heads], call.sequences, largest)
     return Found(out, softmax_lse, rounding, max_logits)
 
 
@@ -474,7 +462,7 @@ def merged_forward(
     merged: tuple[Tensor, Tensor] | None = None
     narrow: Tensor | None = None  # out in q's dtype, as far as the last call has finished it
     rounding = q.new_empty((0,), dtype=torch.int8)  # and what that took from it
-    max_logits = room_for_max_logits(work, q)
+    max_logits = room_for_max_logits(work.sequences, q)
     finished = slice(0, 0)
     for call, keys, values, is_last in calls_with_keys(work, exchanges, k, v):
         rows = slice(*call.packed.q)
@@ -482,7 +470,7 @@ def merged_forward(
         call_of_rows.return_max_logits = work.sequences is not None
         found = run_operator(replace(call_of_rows, fp32_results=True))
         part, part_lse = found.out, found.softmax_lse
-        raise_to_largest(max_logits, call, found.max_logits)
+        raise_to_largest(max_logits, call.sequences, found.max_logits)
         if merged is None:
             merged = (
                 whole_of(part, rows, q.shape[0], 0, 0.0),

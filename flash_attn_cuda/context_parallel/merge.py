@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.rounding import rounded
+from ..call.tensors import lse_dtype
 from ..functions.arguments import is_plain_cuda_call
 from ..installed import build_info
 
@@ -62,3 +63,15 @@ def weight(softmax_lse: Tensor, total: Tensor) -> Tensor:
     """(rows, heads, 1): the share of a part in the whole."""
     share = (softmax_lse - total).exp().masked_fill(total == -torch.inf, 0.0)
     return share.t()[..., None]
+
+
+def room_for_max_logits(sequences: int | None, q: Tensor) -> Tensor:
+    """(sequences, heads) of no score, where they are returned; else empty."""
+    shape = (0,) if sequences is None else (sequences, q.shape[1])
+    return q.new_full(shape, -torch.inf, dtype=lse_dtype(q.dtype))
+
+
+def raise_to_largest(max_logits: Tensor, sequences: Tensor, found: Tensor | None) -> None:
+    """found: (sequences of a call, heads), where they are returned; sequences: which they are."""
+    if found is not None and found.dim() > 1:
+        max_logits.scatter_reduce_(0, sequences[:, None].expand_as(found), found, "amax")
